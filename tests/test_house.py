@@ -146,8 +146,8 @@ def figures():
     [
         ("entries at the top", 12),
         ("closure of decode.py, lines", 12_000),  # what the loop needs; at most 18,000
-        ("lines", 83_500),
-        ("syntax nodes", 585_000),
+        ("lines", 83_800),
+        ("syntax nodes", 586_500),
         ("syntax nodes per line of code", 10.5),
         ("functions with more than 8 parameters", 26),
         ("conditions inside conditions", 0),

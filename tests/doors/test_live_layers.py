@@ -35,7 +35,7 @@ def target_of(chunk=16, share_from=None, engine="compiled", family="llama"):
     ("family", "layers"),
     [
         *((family, layers) for family in ("llama", "qwen2-window") for layers in (1, 3)),
-        *((family, 3) for family in ("gemma3", "gpt2", "gpt_neox", "olmo2", "granite", "smollm3")),
+        *((family, 3) for family in ("gemma3", "gpt2", "gpt_neox", "olmo2", "granite", "smollm3", "opt", "falcon-rw")),
     ],
 )
 def test_both_opinions_are_those_of_plain_forwards(family, layers):

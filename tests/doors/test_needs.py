@@ -121,7 +121,10 @@ def test_a_model_that_is_asked_for_hidden_states_gives_the_same_logits(engine):
     ("family", "engine"),
     [
         *((family, "plain") for family in sorted(FAMILIES)),
-        *((family, "compiled") for family in ("llama", "gemma2", "gpt2", "gpt_neox", "granite", "olmo2")),
+        *(
+            (family, "compiled")
+            for family in ("llama", "gemma2", "gpt2", "gpt_neox", "granite", "olmo2", "opt", "bloom")
+        ),
     ],
 )
 def test_taps_are_the_states_between_layers(family, engine, hidden):

@@ -62,8 +62,7 @@ def test_logits_are_those_of_the_model(name):
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("opt", {}, "its family is not supported by this engine"),
-        ("falcon", {}, "its family is not supported by this engine"),
+        ("phi", {}, "its family is not supported by this engine"),
         ("llama", {"hidden_act": "sigmoid"}, "its activation is 'sigmoid'"),
         (
             "llama",
@@ -191,8 +190,8 @@ def test_int8_keeps_the_promises_of_its_own_law():
 
 
 def test_int8_is_refused_where_it_cannot_be(monkeypatch):
-    with pytest.raises(NotSupported, match=r"^quantize='int8' cannot run this OPTForCausalLM: .*Llama, Mistral"):
-        language_model(tiny("opt"), quantize="int8")
+    with pytest.raises(NotSupported, match=r"^quantize='int8' cannot run this PhiForCausalLM: .*Llama, Mistral"):
+        language_model(tiny("phi"), quantize="int8")
     with refused("one of 'int8', 'int4'"):
         sb.load(tiny("llama"), quantize="int3")
     with pytest.raises(NotSupported, match=r"32, 48, 32 deep.*multiples of 32"):

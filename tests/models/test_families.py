@@ -15,8 +15,8 @@ from specbeam.core.forest import Forest
 from specbeam.engines.cpu import decoder as compiled
 from specbeam.engines.cpu.curves import tanh
 from specbeam.engines.cpu.layers import activate
-from specbeam.engines.families import ACTIVATIONS, FAMILIES, family_of, known_families
-from specbeam.errors import BadPrompt, NotSupported
+from specbeam.engines.families import ACTIVATIONS, FAMILIES, family_of, has_alibi, known_families
+from specbeam.errors import BadPrompt, NotSupported, UnsupportedModel
 from specbeam.models.engines import ENGINES
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.checks import check_scores_forests
@@ -55,6 +55,12 @@ MODELS = {
     "gemma3": {"final_logit_softcapping": 5.0, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {},
     "gpt_neox": {},
+    "opt": {},
+    "opt-350m": {},
+    "bloom": {},
+    "falcon": {},
+    "falcon-40b": {},
+    "falcon-rw": {},
 }
 # What configurations of these families may have besides.
 VARIANTS = [
@@ -70,6 +76,18 @@ VARIANTS = [
     ("mistral", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     ("phi3", longrope(160)),
     ("phi3", longrope(32, short=LONG)),
+    ("opt", {"activation_function": "gelu", "enable_bias": False, "layer_norm_elementwise_affine": False}),
+    ("opt", {"_remove_final_layer_norm": True, "word_embed_proj_dim": 64, "tie_word_embeddings": False}),
+    ("opt-350m", {"hidden_size": 96, "word_embed_proj_dim": 32}),
+    ("bloom", {"hidden_size": 48, "n_head": 6, "tie_word_embeddings": False}),
+    ("falcon", {"bias": True, "alibi": True, "hidden_size": 48, "num_attention_heads": 6}),
+    ("falcon", {"multi_query": False, "activation": "gelu_pytorch_tanh", "tie_word_embeddings": False}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+    ("falcon", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    ("falcon-40b", {"alibi": True, "bias": True}),
+    ("falcon-40b", {"num_kv_heads": 4, "multi_query": False}),
+    ("falcon-rw", {"alibi": False, "multi_query": True, "bias": False}),
+    ("falcon-rw", {"hidden_size": 48, "num_attention_heads": 12}),
 ]  # fmt: skip
 
 
@@ -142,8 +160,9 @@ def test_weights_that_bfloat16_holds_are_kept_in_it_and_are_the_same_model(name,
 def on_the_grid(model):
     """The model whose matrices are what whole numbers and scales can say, and whose rows before each what int8 can say."""
     twin = copy.deepcopy(model)
-    for one in twin.modules():
-        if isinstance(one, (torch.nn.Linear, Conv1D)):
+    for name, one in twin.named_modules():
+        # The matrix between embeddings and the first layer makes embeddings, which are not rounded.
+        if isinstance(one, (torch.nn.Linear, Conv1D)) and not name.endswith("project_in"):
             matrix = one.weight.detach()
             matrix = matrix.T if isinstance(one, Conv1D) else matrix
             numbers, scales = rounded(matrix.contiguous().numpy())
@@ -203,6 +222,13 @@ MISTAKES = [
     ("gpt_neox", mistaken(activation="gelu tanh")),
     ("gpt_neox", other_family(by_head=False)),
     ("gpt2", mistaken(activation="gelu")),
+    ("opt-350m", other_family(norm_of_sum=False)),
+    ("bloom", mistaken(biases=(torch.zeros(4, 256),))),
+    ("bloom", lambda of: replace(of, biases=(of.biases[0].roll(1, 0),))),
+    ("bloom", other_family(by_head=False)),
+    ("falcon-40b", other_family(by_head=False)),
+    ("falcon-40b", other_family(norms=FAMILIES[0].norms._replace(before_attention="ln_mlp", before_inner="ln_mlp"))),
+    ("falcon-rw", mistaken(parallel=True)),
 ]
 
 
@@ -227,11 +253,51 @@ def test_each_thing_that_a_family_has_counts(name, mistake, monkeypatch):
         ("gemma3", {"use_bidirectional_attention": True}, "attend to later tokens"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'dynamic'"),
         ("gpt_neox", {"hidden_act": "relu2"}, "activation is 'relu2'"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "adds sublayers to normed states"),
+        ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "leaves out biases"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "has two norms"),
+        ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "does not run parallel"),
+        ("opt-350m", {"word_embed_proj_dim": 24}, "its head reads 24 numbers"),
     ],
 )  # fmt: skip
 def test_what_no_row_of_the_table_describes_is_refused_by_name(name, changes, reason):
     with pytest.raises(NotSupported, match=reason):
         HuggingFaceLM(tiny(name, **changes), engine="compiled")
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon-rw"])
+def test_models_with_alibi_are_run_by_engines_of_specbeam_only(name, monkeypatch):
+    model = model_of(name)
+    for engine in ("plain", "torch", "parallel"):
+        with pytest.raises(NotSupported, match="it uses ALiBi: it derives positions from cache slots"):
+            HuggingFaceLM(model, engine=engine)
+    halves = HuggingFaceLM(model_of(name).bfloat16())  # transformers would run another model of this type
+    assert halves.engine == "compiled"
+    monkeypatch.setattr(compiling, "AVAILABLE", False)
+    with pytest.raises(UnsupportedModel, match=r"no engine runs this .*ALiBi.*numba"):
+        HuggingFaceLM(model_of(name))
+
+
+def test_a_bloom_reads_texts_up_to_the_positions_of_its_biases():
+    lm = HuggingFaceLM(tiny("bloom", max_position_embeddings=None))
+    assert lm.max_positions == lm.runner.decoder.angles.shape[2] == 1 << 15
+
+
+def test_rows_given_as_embeddings_are_those_of_their_tokens():
+    """Of a model whose embeddings have another width than its hidden states."""
+    model = model_of("opt-350m")
+    lm = HuggingFaceLM(model)
+    by_token = last_row(lm, [3, 4, 5])
+    one = seat([-1, -2, 5])
+    one.vectors = {lm: model.get_input_embeddings().weight[[3, 4]].detach()}
+    (found,) = lm.extend([one], [Forest.rooted([5])])
+    assert spreads_off(found.logits[0], by_token) < CLOSE
+
+
+def test_falcons_store_only_their_own_keys_and_values():
+    per_head = 2 * 2 * 8 * 4  # keys and values, layers, size, bytes
+    heads = {"falcon": 1, "falcon-40b": 2, "falcon-rw": 4}
+    assert {name: HuggingFaceLM(tiny(name)).slot_bytes // per_head for name in heads} == heads
 
 
 def test_positions_that_are_learned_end():
@@ -303,7 +369,7 @@ def test_a_tiny_model_of_every_row_is_tried_here():
     those_without_source = {family for family in FAMILIES if not family.cross}
     assert {family_of(tiny(name)) for name in (*MODELS, *MIXTURES)} == those_without_source
     assert all(family.name in known_families() for family in FAMILIES)
-    assert family_of(tiny("opt")) is None
+    assert family_of(tiny("phi")) is None
 
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"llama", "mistral", "qwen2", "gpt2", "gpt_neox"}))
@@ -317,6 +383,35 @@ def test_beam_search_finds_the_tokens_of_transformers(name):
     for method in (sb.beam_search(3), sb.speculative_beam_search(3, 4, 2)):
         found = sb.generate(pair, [prompt], method, max_new_tokens=12)[0].tokens
         assert found == expected
+
+
+@pytest.mark.parametrize("name", ["opt", "opt-350m", "bloom", "falcon", "falcon-40b", "falcon-rw"])
+def test_beams_are_those_of_transformers_forward_with_and_without_drafts(name):
+    """With ALiBi, which transformers' forward cannot do, they are those without drafts."""
+    target, draft = model_of(name), model_of(name, num_hidden_layers=1)
+    engines = ["compiled"] if has_alibi(target.config) else ["compiled", "plain"]
+    options = {"seed": 3, "max_new_tokens": 10, "eos_token_id": []}
+    prompts = [[3, 7, 11], list(range(20, 50))]
+    texts = []
+    for engine in engines:
+        lms = [HuggingFaceLM(one, engine=engine) for one in (target, draft)]
+        pair = Pair(target, draft, None, *lms)
+        for method in (sb.beam_sampling(3), sb.dsbd(3, 4, 3, width="fixed")):
+            found = sb.generate(pair, prompts, method, **options)
+            texts.append([beam.tokens for one in found for beam in one.beams])
+    assert all(found == texts[0] for found in texts)
+
+
+def test_int4_follows_a_model_of_each_new_family_from_afar():
+    """Sixteen steps for 32 weights: logits that keep most of what they are."""
+    widths = {"hidden_size": 64, "ffn_dim": 64, "ffn_hidden_size": 64, "word_embed_proj_dim": 64}
+    for name in ("opt", "bloom", "falcon", "falcon-40b", "falcon-rw"):
+        model = model_of(name, **widths)
+        lm = language_model(model, quantize="int4")
+        text = np.random.default_rng(3).integers(0, 61, 20).tolist()
+        expected = plain_logits(model, [text])[0]
+        off = (last_row(lm, text) - expected).std() / expected.std()
+        assert 0.001 < off < 0.6, (name, off)
 
 
 def one_layer(name):

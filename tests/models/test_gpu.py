@@ -32,7 +32,7 @@ from specbeam.models.pair import Pair
 from specbeam.models.quantised import rounding_of
 from tests.models.test_compiled_forward import MODELS, scored
 from tests.models.test_families import MODELS as FAMILY_MODELS
-from tests.models.test_families import model_of
+from tests.models.test_families import VARIANTS, model_of
 from tests.models.test_huggingface import check_random_turns
 from tests.support import words
 from tests.support.seats import plain_logits, seat
@@ -151,7 +151,9 @@ def test_keys_are_turned_and_stored_but_not_in_the_waste_slot(kind):
 
 ON_GPU = pytest.mark.gpu  # what takes the interpreter too long
 QUICK = ("qwen2-window",)
-QUICK_TOO = ("gemma3",)
+QUICK_TOO = ("gemma3", "opt-350m", "falcon-40b")
+QUICK_VARIANT = ("falcon-40b", {"alibi": True, "bias": True})
+NEWEST = ("opt", "opt-350m", "bloom", "falcon", "falcon-40b", "falcon-rw")
 OTHERS = sorted({*FAMILY_MODELS} - {"llama", "mistral", "qwen2"})
 
 
@@ -178,6 +180,25 @@ def test_logits_of_every_family_are_those_of_the_model(name):
     found = scored(lm, prompt, forest)
     expected = plain_logits(model, [prompt + forest.path(node) for node in range(forest.size)])
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [pytest.param(*one, marks=() if one == QUICK_VARIANT else ON_GPU) for one in VARIANTS if one[0] in NEWEST],
+    ids=str,
+)
+def test_logits_of_every_configuration_are_those_of_the_model(name, changes):
+    """Turns of several sessions: their rows are behind each other, and so are masks and positions of slots."""
+    model = model_of(name, **changes).to(DEVICE)
+    check_random_turns(HuggingFaceLM(model, chunk=5, engine="gpu"), model, turns=6 if DEVICE == "cuda" else 2)
+
+
+@pytest.mark.parametrize("name", ["bloom", pytest.param("falcon-rw", marks=ON_GPU)])
+def test_models_with_alibi_score_trees_of_several_sessions(name):
+    model = model_of(name).to(DEVICE)
+    lm = HuggingFaceLM(model, chunk=5, engine="gpu")
+    check_random_turns(lm, model, turns=6 if DEVICE == "cuda" else 2)
+    check_scores_forests(lm)
 
 
 def test_prompts_are_split_where_their_masks_are_large(monkeypatch):
@@ -261,7 +282,7 @@ def test_graphs_hold_for_a_store_that_grows():
 
 @ON_GPU
 @pytest.mark.skipif(DEVICE == "cpu", reason="fp8 is for GPUs that have it")
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "phi3", "opt", "bloom", "falcon-40b"])
 def test_fp8_runs_the_model_of_the_rounded_weights(family):
     model = model_of(family).to(DEVICE, torch.bfloat16)
     lm = language_model(model, quantize="fp8")
@@ -383,9 +404,16 @@ class StepByStep:
 @pytest.mark.skipif(
     not compiling.AVAILABLE or DEVICE == "cuda", reason="loops are compiled; on a GPU they meet the driver"
 )
-@pytest.mark.parametrize("name", ["dsbd", pytest.param("speculative_sampling", marks=pytest.mark.slow)])
-def test_loops_run_passes(name, monkeypatch):
-    target, draft = tiny("llama"), tiny("llama", seed=1, num_hidden_layers=1)
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("dsbd", "llama"),
+        pytest.param("speculative_sampling", "llama", marks=pytest.mark.slow),
+        pytest.param("dsbd", "bloom", marks=pytest.mark.slow),
+    ],
+)
+def test_loops_run_passes(name, family, monkeypatch):
+    target, draft = tiny(family), tiny(family, seed=1, num_hidden_layers=1)
     host = sb.load(target, draft, tokenizer=words.tokenizer())
     there = Pair(target, draft, host.tokenizer, *(HuggingFaceLM(one, engine="gpu") for one in (target, draft)))
     drivers = [StepByStep(lm.runner) for lm in (there.target, there.draft)]
@@ -411,12 +439,11 @@ def test_captured_passes_are_those_run_step_by_step(kind):
 
 
 @ON_GPU
-def test_methods_draw_on_a_gpu_what_they_draw_on_a_cpu():
-    target, draft = tiny("llama"), tiny("llama", seed=1, num_hidden_layers=1)
+@pytest.mark.parametrize("family", ["llama", "opt", "bloom", "falcon"])
+def test_methods_draw_on_a_gpu_what_they_draw_on_a_cpu(family):
+    target, draft = tiny(family), tiny(family, seed=1, num_hidden_layers=1)
     host = sb.load(target, draft, tokenizer=words.tokenizer())
-    there = sb.load(
-        tiny("llama").cuda(), tiny("llama", seed=1, num_hidden_layers=1).cuda(), tokenizer=words.tokenizer()
-    )
+    there = sb.load(tiny(family).cuda(), tiny(family, seed=1, num_hidden_layers=1).cuda(), tokenizer=words.tokenizer())
     assert there.target.engine == there.draft.engine == "gpu"
     for name in ("dsbd", "beam_sampling", "speculative_sampling", "rsd_s", "speculative_beam_search"):
         texts = [

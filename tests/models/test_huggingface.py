@@ -106,8 +106,8 @@ def test_shared_pending_tokens_are_stored_once():
 @pytest.mark.parametrize(
     ("kind", "settings", "reason"),
     [
-        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61}, "ALiBi"),
-        ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61, "alibi": True}, "ALiBi"),
+        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "apply_residual_connection_post_layernorm": True}, "ALiBi.*normed states"),
+        ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61, "alibi": True, "activation": "relu2"}, "ALiBi.*'relu2'"),
         ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 61}, "ALiBi"),
         ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 61, "state_size": 4}, "recurrent"),
     ],

@@ -107,7 +107,7 @@ def test_files_of_several_types_become_float32(folder_of):
 
 
 def test_models_that_the_compiled_forward_does_not_run_become_float32(folder_of):
-    pair = loaded(folder_of(torch.bfloat16, "opt"))
+    pair = loaded(folder_of(torch.bfloat16, "phi"))
     assert pair.target_model.dtype == torch.float32
     assert pair.target.engine == "plain"
 
@@ -202,7 +202,11 @@ def test_a_model_object_of_two_bytes_is_laid_out_on_request(folder_of):
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma", "gemma2", "gemma3", "qwen3", "smollm3", "granite", "phi3", "olmo2", "gpt2", "gpt_neox"]
+    "family",
+    [
+        *("gemma", "gemma2", "gemma3", "qwen3", "smollm3", "granite", "phi3", "olmo2", "gpt2", "gpt_neox", "opt"),
+        *("opt-350m", "bloom", "falcon", "falcon-40b", "falcon-rw"),
+    ],
 )
 def test_every_family_is_laid_out_in_bfloat16_as_the_float32_of_its_weights(family, folder_of):
     folder = folder_of(torch.bfloat16, family)

@@ -33,7 +33,8 @@ CLOSE = 3e-5
 
 
 def model_of(family="llama", **changes):
-    return tiny(family, **(SIZES | changes))
+    widths = {"opt": ("ffn_dim", "word_embed_proj_dim"), "falcon-40b": ("ffn_hidden_size",)}.get(family, ())
+    return tiny(family, **(SIZES | dict.fromkeys(widths, 64) | changes))
 
 
 def loaded(folder, *drafts, **options):
@@ -55,6 +56,9 @@ def spreads_off(found, expected):
         ("gptq", "llama", {"size": 64, "symmetric": True}),
         ("gptq", "qwen2", {"size": -1}),
         ("gptq", "gpt_neox", {"size": 32, "symmetric": True}),
+        ("gptq", "opt", {"size": 32}),
+        ("gptq", "falcon-40b", {"size": 32}),
+        ("awq", "bloom", {"size": 64}),
         ("gptq_v2", "phi3", {"size": 64, "zeros": 15}),
         ("awq", "llama", {"size": 64}),
         ("awq", "qwen3", {"size": 32, "words": torch.bfloat16}),

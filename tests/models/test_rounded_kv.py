@@ -21,7 +21,7 @@ from tests.support.checking import refused
 from tests.support.seats import plain_logits, seat
 from tests.support.tiny_models import tiny
 
-FAMILIES = ["llama", "qwen3", "gemma2", "gpt2", "gpt_neox"]
+FAMILIES = ["llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "bloom", "falcon"]
 
 
 class RoundedCache(DynamicCache):
@@ -118,7 +118,7 @@ def test_a_target_that_drafts_for_itself_in_int8_keeps_both_caches_rounded():
 def test_what_cannot_be_is_refused():
     with refused("kv is 'int3'; it must be 'bfloat16'"):
         sb.load(tiny("llama"), tokenizer=words.tokenizer(), kv="int3")
-    with pytest.raises(NotSupported, match="compiled forward cannot run this OPTForCausalLM"):
-        sb.load(tiny("opt"), tokenizer=words.tokenizer(), kv="bfloat16")
+    with pytest.raises(NotSupported, match="compiled forward cannot run this PhiForCausalLM"):
+        sb.load(tiny("phi"), tokenizer=words.tokenizer(), kv="bfloat16")
     with pytest.raises(NotSupported, match="kv='bfloat16' needs the compiled forward, rounded or not"):
         HuggingFaceLM(tiny("llama"), engine="plain", kv="bfloat16")

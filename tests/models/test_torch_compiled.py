@@ -21,7 +21,7 @@ def test_models_that_specbeam_runs_itself_are_refused():
 def test_no_compiler(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(NotSupported, match="C\\+\\+ compiler"):
-        sb.load(tiny("opt"), compile=True)
+        sb.load(tiny("phi"), compile=True)
 
 
 def test_what_torch_cannot_compile_is_said(monkeypatch):
@@ -29,13 +29,13 @@ def test_what_torch_cannot_compile_is_said(monkeypatch):
         raise RuntimeError("a graph that breaks")
 
     monkeypatch.setattr(torch, "compile", lambda forward, **options: fails)
-    with pytest.raises(NotSupported, match="could not compile OPTForCausalLM: RuntimeError: a graph that breaks"):
-        sb.load(tiny("opt"), compile=True)
+    with pytest.raises(NotSupported, match="could not compile PhiForCausalLM: RuntimeError: a graph that breaks"):
+        sb.load(tiny("phi"), compile=True)
 
 
 def test_a_model_that_drafts_for_itself_is_compiled_twice(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
-    model = tiny("opt")
+    model = tiny("phi")
     pair = sb.load(model, model, compile=True)
     assert [lm.engine for lm in (pair.target, pair.draft)] == ["torch", "torch"]
 
@@ -45,8 +45,8 @@ def test_a_model_that_drafts_for_itself_is_compiled_twice(monkeypatch):
 @pytest.mark.skipif(os.environ.get("SPECBEAM_TYPES") != "off", reason="wrappers that check types count their calls")
 def test_a_compiled_model_is_the_same_model(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
-    target, draft = tiny("opt"), tiny("opt", seed=1)
-    plain = sb.load(tiny("opt"), tiny("opt", seed=1))
+    target, draft = tiny("phi"), tiny("phi", seed=1)
+    plain = sb.load(tiny("phi"), tiny("phi", seed=1))
     compiled = sb.load(target, draft, compile=True)
     assert [lm.engine for lm in (compiled.target, compiled.draft)] == ["torch", "torch"]
     for method in (sb.dsbd(3, 4, 3, width="dynamic"), sb.speculative_sampling(3)):

@@ -1,5 +1,6 @@
 """The public names of this package, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
+from specbeam.engines.eligibility import check_takes_heads as check_takes_heads
 from specbeam.engines.eligibility import is_llama_like as is_llama_like
 from specbeam.engines.eligibility import lacks_taps as lacks_taps
 from specbeam.engines.eligibility import layers_of as layers_of

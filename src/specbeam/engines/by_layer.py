@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from jaxtyping import Int32
 from torch import Tensor, nn
 
 from specbeam.engines.arrays import Floats, LogitRows, States, Tapped, Vector
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import ExitLayer
 from specbeam.engines.cpu.layers import NO_ATTENTION, NO_INNER
+from specbeam.engines.cpu.sources import no_distances
 from specbeam.engines.eligibility import is_llama_like
-from specbeam.engines.kv.masks import additive
+from specbeam.engines.kv.masks import SlotPositions, additive
 from specbeam.engines.kv.store import KVStore, Place, StoreLayer
+from specbeam.engines.kv.trie import Feed
 from specbeam.engines.shared_tokens import SharedTokens, readable
 
 if TYPE_CHECKING:
@@ -82,6 +85,10 @@ class LayerDecoder:
     def store(self) -> LayerStore:
         """Return a new KV store for this model."""
         return LayerStore(len(self.kinds))
+
+    def back_of(self, feeds: list[Feed], tables: Sequence[SlotPositions], extent: int) -> Int32[np.ndarray, "_ _"]:
+        """See `CompiledDecoder.back_of`: these models have no biases of attention."""
+        return no_distances()
 
     @torch.inference_mode()
     def forward(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from specbeam.core.errors import NotSupported
-from specbeam.engines.families import misfit_of_family
+from specbeam.engines.families import has_alibi, misfit_of_family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,3 +53,29 @@ def lacks_taps(model: "PreTrainedModel", taps: tuple[int, ...]) -> str:
     if any(not 0 <= tap <= total for tap in taps):
         return f"{type(model).__name__} has {total} layers, so taps are numbers from 0 to {total}"
     return ""
+
+
+def lacks_trees(model: "PreTrainedModel") -> str:
+    """Return the reason why transformers' forward cannot score token trees with a model; "" if it can."""
+    if not has_alibi(model.config.get_text_config()):
+        return ""
+    return "it uses ALiBi: it derives positions from cache slots and cannot score a token tree"
+
+
+def check_has_trees(model: "PreTrainedModel") -> None:
+    """Raise `NotSupported` if transformers' forward, which trains some heads, cannot score token trees with a model."""
+    if why := lacks_trees(model):
+        raise NotSupported(
+            f"this head cannot be trained for {type(model).__name__}: {why}; train EAGLE or Medusa instead"
+        )
+
+
+def check_takes_heads(model: "PreTrainedModel") -> None:
+    """Raise `NotSupported` if a model's own head reads other states than its layers return, as in OPT 350M."""
+    head: Any = model.get_output_embeddings()
+    width = model.config.get_text_config().hidden_size
+    if head.weight.shape[1] != width:
+        raise NotSupported(
+            f"draft heads need a target whose own head reads the states of its layers; {type(model).__name__} projects them "
+            f"from {width} to {head.weight.shape[1]} numbers: use a draft model"
+        )

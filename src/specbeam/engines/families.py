@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # angles are independent 
 ROPES = (*FIXED_ROPES, "longrope")  # angles do not change within `positions_of`
 NO_TOKEN = -(1 << 60)
 _MOST_SINES = 4096  # minimum number of positions of a model with sinusoidal positions
+_MOST_BIASED = 1 << 15  # number of positions of a model with ALiBi whose configuration has no limit
 
 
 class Numbers(NamedTuple):
@@ -86,6 +88,8 @@ class ModelFamily:
         is_of: returns whether this row describes a configuration of this kind.
         body: the model's body, or its decoder in an encoder-decoder model; "": `base_model`.
         layers: the list of layers in the body.
+        enter: the matrix between embeddings and hidden states of another width; "": none. It may be missing in a model.
+        leave: the matrix between the final norm and the head, in the same case.
         final_norm: the norm after the last layer; "": none.
         first_norm: the norm before the first layer; "": none.
         attention, inner: the self-attention and the MLP of a layer.
@@ -98,16 +102,19 @@ class ModelFamily:
         norm_of_sum: whether a norm after a sublayer is applied to the sum with its input instead of its output.
         norm: "rms"; "rms + 1", whose stored weight is one less; "layer", a LayerNorm with a bias.
         gated: whether the MLP has a gate.
-        activation: the setting with the name of the activation.
+        activation: the setting with the name of the activation; or this name, if configurations have no such setting.
         head_norms: norms of queries and keys after their matrices: "no", of each "head", of the "whole" width.
+        linear: the class of matrices, if transformers defines one for the family; it computes what `nn.Linear` does.
         transposed: whether matrices are stored as [inputs, outputs].
         heads: the setting with the number of query heads.
-        kv_heads: the setting with the number of KV heads; "": the number of query heads.
-        by_head: whether the rows of `qkv` are stored head by head: query, key and value.
+        kv_heads: the setting with the number of KV heads, or a function of the configuration; "": the number of query heads.
+        by_head: whether the rows of `qkv` are stored by KV head: its queries, its key and its value.
         parallel: the setting that lets the MLP read the input of attention instead of its output; "": none.
         positions: the module of positions that are added to embeddings; "": positions are rotary or biases of attention.
         distances: the module of attention biases by distance between tokens, in the attention of each layer or only of the
             first; "": no biases.
+        alibi: returns the biases of attention by the position of a key, given the configuration, the number of positions
+            and the model's type of floats, see `Architecture.biases`; None for a model without such biases.
         mixture: the setting by which the weights of a row's experts are divided by their sum; "always" if they always are;
             "": no experts.
         numbers: reads the constants from a configuration.
@@ -120,6 +127,8 @@ class ModelFamily:
     is_of: Callable[[Any], bool] = lambda config: True
     body: str = ""
     layers: str = "layers"
+    enter: str = ""
+    leave: str = ""
     final_norm: str = "norm"
     first_norm: str = ""
     attention: str = "self_attn"
@@ -135,13 +144,15 @@ class ModelFamily:
     gated: bool = True
     activation: str = "hidden_act"
     head_norms: Literal["no", "head", "whole"] = "no"
+    linear: str = ""
     transposed: bool = False
     heads: str = "num_attention_heads"
-    kv_heads: str = "num_key_value_heads"
+    kv_heads: str | Callable[[Any], int] = "num_key_value_heads"
     by_head: bool = False
     parallel: str = ""
     positions: str = ""
     distances: str = ""
+    alibi: Callable[[Any, int, torch.dtype], Tensor | None] = lambda config, positions, kind: None
     mixture: str = ""
     numbers: Callable[[Any], Numbers] = lambda config: Numbers()
     refuses: Callable[[Any], str] = lambda config: ""
@@ -251,6 +262,93 @@ def _refuses_some_layers(config: Any) -> str:
     return ""
 
 
+def _bloom_alibi(config: Any, positions: int, kind: torch.dtype) -> Float[Tensor, "heads positions"]:
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    return build_alibi_tensor(torch.ones(1, positions), config.n_head, kind)[:, 0]
+
+
+def _falcon_alibi(config: Any, positions: int, kind: torch.dtype) -> Float[Tensor, "heads positions"] | None:
+    """Return the biases of a Falcon, which transformers rounds to bfloat16 in all types and divides like scores."""
+    from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+
+    if not config.alibi:
+        return None
+    mask = torch.ones(1, positions, dtype=torch.int64)
+    return build_alibi_tensor(mask, config.num_attention_heads, kind)[:, 0] / config.head_dim**0.5
+
+
+def _falcon_kv_heads(config: Any) -> int:
+    if config.new_decoder_architecture:
+        return int(config.num_kv_heads)
+    return 1 if config.multi_query else int(config.num_attention_heads)
+
+
+def _refuses_falcon(config: Any) -> str:
+    if config.new_decoder_architecture and not config.parallel_attn:
+        return "its MLP does not run parallel to attention (parallel_attn=False), but new_decoder_architecture asks for that"
+    if not config.new_decoder_architecture and config.parallel_attn and config.num_ln_in_parallel_attn == 2:
+        return "it has two norms (num_ln_in_parallel_attn=2), and only models with new_decoder_architecture use them"
+    return ""
+
+
+def _refuses_bloom(config: Any) -> str:
+    if config.apply_residual_connection_post_layernorm:
+        return "it adds sublayers to normed states (apply_residual_connection_post_layernorm)"
+    if config.slow_but_exact and config.pretraining_tp > 1:
+        return "transformers leaves out biases in it (slow_but_exact with pretraining_tp)"
+    return ""
+
+
+_OPT = ModelFamily(
+    "OPT",
+    "opt",
+    "OPTForCausalLM",
+    is_of=lambda config: bool(config.do_layer_norm_before),
+    body="model.decoder",
+    enter="project_in",
+    leave="project_out",
+    final_norm="final_layer_norm",
+    inner="",
+    out="out_proj",
+    up=("fc1",),
+    down="fc2",
+    norms=Norms("self_attn_layer_norm", "", "final_layer_norm", ""),
+    norm="layer",
+    gated=False,
+    activation="activation_function",
+    kv_heads="",
+    positions="embed_positions",
+)
+_FALCON = ModelFamily(
+    "Falcon",
+    "falcon",
+    "FalconForCausalLM",
+    is_of=lambda config: config.parallel_attn and not _has_two_norms(config),
+    layers="h",
+    final_norm="ln_f",
+    attention="self_attention",
+    qkv=("query_key_value",),
+    out="dense",
+    up=("dense_h_to_4h",),
+    down="dense_4h_to_h",
+    norms=Norms("input_layernorm", "", "input_layernorm", ""),
+    norm="layer",
+    gated=False,
+    activation="activation",
+    linear="FalconLinear",
+    kv_heads=_falcon_kv_heads,
+    by_head=True,
+    parallel="parallel_attn",
+    alibi=_falcon_alibi,
+    refuses=_refuses_falcon,
+)
+
+
+def _has_two_norms(config: Any) -> bool:
+    return bool(config.new_decoder_architecture) and config.num_ln_in_parallel_attn != 1
+
+
 _GEMMA_NORMS = Norms(
     after_attention="post_attention_layernorm",
     before_inner="pre_feedforward_layernorm",
@@ -330,6 +428,38 @@ FAMILIES = (
         by_head=True,
         parallel="use_parallel_residual",
     ),
+    _OPT,
+    replace(
+        _OPT,
+        name="OPT 350M",
+        is_of=lambda config: not config.do_layer_norm_before,
+        final_norm="",
+        norms=Norms("", "self_attn_layer_norm", "", "final_layer_norm"),
+        norm_of_sum=True,
+    ),
+    ModelFamily(
+        "BLOOM",
+        "bloom",
+        "BloomForCausalLM",
+        layers="h",
+        final_norm="ln_f",
+        first_norm="word_embeddings_layernorm",
+        attention="self_attention",
+        qkv=("query_key_value",),
+        out="dense",
+        up=("dense_h_to_4h",),
+        down="dense_4h_to_h",
+        norm="layer",
+        gated=False,
+        activation="gelu_new",
+        kv_heads="",
+        by_head=True,
+        alibi=_bloom_alibi,
+        refuses=_refuses_bloom,
+    ),
+    _FALCON,
+    replace(_FALCON, name="Falcon 40B", is_of=_has_two_norms, norms=Norms("ln_attn", "", "ln_mlp", "")),
+    replace(_FALCON, name="Falcon RW", is_of=lambda config: not config.parallel_attn, norms=Norms(), parallel=""),
     replace(_BART, name="Marian", kind="marian", model="MarianMTModel", first_norm="", numbers=_scaled_numbers),
     _BART,
     _MBART,
@@ -382,6 +512,18 @@ def known_families() -> str:
     """Return the names of all families, for messages."""
     *names, last = [family.name for family in FAMILIES]
     return f"{', '.join(names)} and {last}"
+
+
+def kv_heads_of(config: Any, family: ModelFamily = LLAMA) -> int:
+    """Return the number of KV heads."""
+    setting = family.kv_heads
+    found = setting(config) if callable(setting) else getattr(config, setting, None) if setting else None
+    return int(found or getattr(config, family.heads))
+
+
+def _activation_of(config: Any, family: ModelFamily) -> str:
+    """Return the name of the activation in transformers."""
+    return str(getattr(config, family.activation, family.activation))
 
 
 def head_size(config: Any, family: ModelFamily = LLAMA) -> int:
@@ -437,8 +579,9 @@ class Architecture:
         tables: the kind of layers that each table of angles is for; "" for all layers.
         kinds: the kind of attention of each layer, such as a sliding window.
         numbers: further constants.
-        biases: float[heads, distances] of each layer, added to attention scores by distance; the last bias is for all
-            larger distances. Empty for families without biases.
+        biases: float[heads, distances] of each layer, or one for all layers, added to attention scores by distance; the
+            last bias is for all larger distances. Empty for models without biases.
+        by_place: whether `biases` are by the position of the key instead.
         chosen: number of experts of a row; 0: no experts.
         divides: whether the weights of a row's experts are divided by their sum.
     """
@@ -456,6 +599,7 @@ class Architecture:
     kinds: tuple[str, ...]
     numbers: Numbers
     biases: tuple[Tensor, ...] = ()
+    by_place: bool = False
     chosen: int = 0
     divides: bool = False
 
@@ -471,7 +615,7 @@ class Architecture:
             scales=(self.scales[layer],),
             ropes=(self.ropes[layer],),
             kinds=(self.kinds[layer],),
-            biases=self.biases[layer:][:1],
+            biases=self.biases[layer:][:1] or self.biases[-1:],
         )
 
 
@@ -497,25 +641,46 @@ def architecture_of(model: "PreTrainedModel", family: ModelFamily | None = None)
     layers = layers_in(model, family)
     kinds = tuple(getattr(config, "layer_types", None) or ["full_attention"] * len(layers))
     modules = [module_at(layer, family.attention) for layer in layers]
-    ropes, tables = _ropes_of(config, family, kinds)
+    alibi = _alibi_of(model, family)
+    ropes, tables = _ropes_of(config, family, kinds, is_rotary=alibi is None)
     turned = [getattr(module, "use_rope", True) for module in modules]
     return Architecture(
         family=family,
         heads=heads,
-        kv_heads=(getattr(config, family.kv_heads) if family.kv_heads else None) or heads,
+        kv_heads=kv_heads_of(config, family),
         size=size,
         eps=_eps_of(model, family),
-        activation=ACTIVATIONS[getattr(config, family.activation)],
+        activation=ACTIVATIONS[_activation_of(config, family)],
         parallel=bool(family.parallel and getattr(config, family.parallel)),
         scales=tuple(float(getattr(module, "scaling", 1 / size**0.5)) for module in modules),
         ropes=tuple(rope if turns else -1 for rope, turns in zip(ropes, turned, strict=True)),
         tables=tables,
         kinds=kinds,
         numbers=numbers,
-        biases=_biases_of(modules, family),
+        biases=_biases_of(modules, family) if alibi is None else (alibi,),
+        by_place=alibi is not None,
         chosen=int(config.num_experts_per_tok) if family.mixture else 0,
         divides=family.mixture == "always" or bool(family.mixture and getattr(config, family.mixture)),
     )
+
+
+def _alibi_of(model: "PreTrainedModel", family: ModelFamily) -> Float[Tensor, "heads positions"] | None:
+    """Return a model's biases of attention by the position of a key; None if it has none.
+
+    They are rounded as in transformers' forward in the type in which an engine computes: float32 on a CPU.
+    """
+    config = model.config
+    positions = positions_of(config)
+    if positions is None:
+        return None
+    kind = torch.float32 if model.device.type == "cpu" else model.dtype
+    found = family.alibi(config, positions, kind)
+    return None if found is None else found.float().to(model.device)
+
+
+def has_alibi(config: Any) -> bool:
+    """Return whether models of a configuration have biases of attention by the position of a key (ALiBi)."""
+    return bool(getattr(config, "alibi", False)) or config.model_type in ("bloom", "mpt")
 
 
 def _biases_of(modules: list[Any], family: ModelFamily) -> tuple[Tensor, ...]:
@@ -553,9 +718,11 @@ def bucket_settings(module: Any) -> dict[str, Any]:
     }
 
 
-def _ropes_of(config: Any, family: ModelFamily, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _ropes_of(
+    config: Any, family: ModelFamily, kinds: tuple[str, ...], is_rotary: bool
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the index of each layer's table of angles, as if all layers had positions, and `Architecture.tables`."""
-    if family.positions or family.distances:
+    if family.positions or family.distances or not is_rotary:
         return (-1,) * len(kinds), ("",)
     if len(_ropes_by_kind(config)) == 1:
         return (0,) * len(kinds), ("",)
@@ -577,7 +744,10 @@ def positions_of(config: Any) -> int | None:
     stated = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
     found = [int(most) for most in stated if most is not None][:1]
     changing = most_before_angles_change(config)
-    return min([*found, *([] if changing is None else [changing])], default=None)
+    limits = [*found, *([] if changing is None else [changing])]
+    if not limits and has_alibi(config):
+        return _MOST_BIASED
+    return min(limits, default=None)
 
 
 def most_before_angles_change(config: Any) -> int | None:
@@ -615,7 +785,9 @@ def angle_tables(model: "PreTrainedModel", of: Architecture, limit: int) -> list
     """
     body: Any = body_of(model, of.family)
     device = model.device
-    if of.family.distances:
+    if of.by_place:
+        limit = of.biases[0].shape[1]
+    if of.by_place or of.family.distances:
         return [torch.zeros(2, limit, 0, device=device)]
     if of.family.positions:
         return [torch.zeros(2, len(places_of(body, of)), 0, device=device)]
@@ -626,9 +798,8 @@ def angle_tables(model: "PreTrainedModel", of: Architecture, limit: int) -> list
 
 def _eps_of(model: "PreTrainedModel", family: ModelFamily) -> float:
     """Return the epsilon of a model's norms, which they add to the mean square."""
-    body = body_of(model, family)
     first = layers_in(model, family)[0]
-    norm = module_at(body, family.final_norm) if family.final_norm else module_at(first, family.norms.after_attention)
+    norm = module_at(first, next(name for name in family.norms if name))
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
@@ -643,7 +814,7 @@ def misfit_of_family(model: "PreTrainedModel") -> str:
     config: Any = model.config
     if why := family.refuses(config):
         return why
-    if (named := getattr(config, family.activation)) not in ACTIVATIONS:
+    if (named := _activation_of(config, family)) not in ACTIVATIONS:
         return f"its activation is {named!r}, and this engine supports {', '.join(ACTIVATIONS)}"
     for rope in _ropes_by_kind(config):
         if (kind := rope.get("rope_type", "default")) not in ROPES:
@@ -679,7 +850,7 @@ def _misfit_of_these(modules: list[Any], family: ModelFamily) -> str:
 
     if any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules):
         return "its modules have hooks or a replaced forward"
-    own = (nn.Linear, Conv1D) if family.transposed else (nn.Linear,)
+    own = (nn.Linear, Conv1D) if family.transposed else (nn.Linear, _linear_of(family))
     holds_matrix = [one for one in modules if hasattr(one, "weight") and hasattr(one, "in_features")]
     holds_matrix += [one for one in modules if isinstance(one, Conv1D)]
     # Adapters and most rounded layers are modules of other classes; torchao keeps the modules and replaces their
@@ -687,6 +858,13 @@ def _misfit_of_these(modules: list[Any], family: ModelFamily) -> str:
     if any(type(one) not in own or type(one.weight) is not nn.Parameter for one in holds_matrix):
         return "its matrices have adapters or are rounded"
     return ""
+
+
+def _linear_of(family: ModelFamily) -> Any:
+    """Return the class of a family's matrices."""
+    if not family.linear:
+        return nn.Linear
+    return getattr(import_module(f"transformers.models.{family.kind}.modeling_{family.kind}"), family.linear)
 
 
 def _misfit_of_packed(model: "PreTrainedModel", family: ModelFamily) -> str:
@@ -700,6 +878,9 @@ def _misfit_of_packed(model: "PreTrainedModel", family: ModelFamily) -> str:
     if family.cross:
         return "4-bit decoders with cross-attention are not supported"
     layers = layers_in(model, family)
+    for name in (family.enter, family.leave):
+        if name and isinstance(module_at(body_of(model, family), name), PackedLinear):
+            return f"{name} has 4 bits, and only matrices of layers may have them"
     for name in (*family.qkv, family.out, *family.up, family.down):
         found = {isinstance(_module_of(layer, name, family), PackedLinear) for layer in layers}
         if len(found) > 1:
@@ -764,7 +945,8 @@ def parts_of(layer: Any, of: Architecture) -> LayerParts:
     family = of.family
     attention = module_at(layer, family.attention)
     inner = module_at(layer, family.inner)
-    norms = [norm_of(module_at(layer, name) if name else None, family) for name in family.norms]
+    device = next(layer.parameters()).device
+    norms = [norm_of(module_at(layer, name) if name else None, family).to(device) for name in family.norms]
     qkv = [getattr(attention, name) for name in family.qkv]
     up = [] if family.mixture else [getattr(inner, name) for name in family.up]
     out = getattr(attention, family.out)
@@ -837,7 +1019,8 @@ def norm_of(module: Any, family: ModelFamily) -> Tensor:
     """Return the weight of a norm (see `LayerParts`); empty if there is none."""
     weight = getattr(module, "weight", None)
     if weight is None:
-        return torch.zeros(0)
+        width = module.normalized_shape[0] if isinstance(module, nn.LayerNorm) else 0  # such a norm still has an effect
+        return torch.cat([torch.ones(width), torch.zeros(width)])
     if family.norm == "rms + 1":
         return 1 + weight.float()
     if family.norm == "layer":
@@ -879,6 +1062,19 @@ def unplaced_in(body: Any, family: ModelFamily) -> int:
     return NO_TOKEN if module is None or isinstance(module, nn.Embedding) else int(module.padding_idx)
 
 
+def embeddings_of(model: "PreTrainedModel", family: ModelFamily) -> Tensor:
+    """Return the embeddings of tokens as hidden states, [vocab, hidden]: those of the module, or their projection."""
+    weight: Tensor = embedding_of(model, family).weight.detach()
+    enter = matrix_at(model, family.enter, family)
+    return weight if enter is None else nn.functional.linear(weight.float(), enter.float())
+
+
+def matrix_at(model: "PreTrainedModel", name: str, family: ModelFamily) -> Tensor | None:
+    """Return a matrix of a model's body, such as `ModelFamily.enter`; None if there is none."""
+    module = module_at(body_of(model, family), name) if name else None
+    return None if module is None else module.weight.detach()
+
+
 def logits_bias_of(model: Any) -> Tensor:
     """Return the bias of a model's logits, float[vocab]; empty if it is zero."""
     found = getattr(model, "final_logits_bias", None)
@@ -908,5 +1104,6 @@ def rows_in_order(rows: Matrix, of: Architecture) -> Matrix:
         return rows
     if isinstance(rows, PackedMatrix):
         return rows.in_order(rows_in_order(torch.arange(len(rows)), of).tolist())
-    by_head = rows.unflatten(0, (of.heads, 3, of.size))
-    return by_head.transpose(0, 1).flatten(0, 2)
+    group = of.heads // of.kv_heads
+    by_head = rows.unflatten(0, (of.kv_heads, group + 2, of.size))
+    return torch.cat([part.flatten(0, 2) for part in by_head.split([group, 1, 1], 1)])

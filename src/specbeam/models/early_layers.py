@@ -41,35 +41,40 @@ def with_exit(model: "PreTrainedModel", layers: int, layer: nn.Module, norm: nn.
 
 def last_norm(model: "PreTrainedModel") -> nn.Module:
     """Return the norm between a model's last layer and its head. Raises `NotSupported` if there is none of a known name."""
-    body = getattr(model, model.base_model_prefix)
-    return getattr(body, _name_of_norm(model))
+    path = _path_of_body(model)
+    return model.get_submodule(f"{path}.{_name_of_norm(model, path)}")
 
 
-def _name_of_norm(model: "PreTrainedModel") -> str:
-    body = getattr(model, model.base_model_prefix)
+def _path_of_body(model: "PreTrainedModel") -> str:
+    """Return the path of the module that holds a model's layers, such as "model.decoder"."""
+    every = layers_of(model)
+    (path,) = [name for name, module in model.named_modules() if module is every]
+    return path.rpartition(".")[0]
+
+
+def _name_of_norm(model: "PreTrainedModel", path: str) -> str:
+    body = model.get_submodule(path)
     names = [name for name in NORMS if isinstance(getattr(body, name, None), nn.Module)]
     if not names:
-        raise NotSupported(
-            f"{type(model).__name__}.{model.base_model_prefix} has no final norm; expected one of {', '.join(NORMS)}"
-        )
+        raise NotSupported(f"{type(model).__name__}.{path} has no final norm; expected one of {', '.join(NORMS)}")
     return names[0]
 
 
 def _of_layers(model: "PreTrainedModel", layers: int, more: list[nn.Module], norm: nn.Module | None) -> Any:
     """Return a shallow copy of a model with its first `layers` layers, `more` layers, and another final norm if given."""
-    body = getattr(model, model.base_model_prefix)
+    path = _path_of_body(model)
+    body = model.get_submodule(path)
     every = layers_of(model)
-    keys = [key for key, value in body.named_children() if value is every]
-    if not keys:
-        raise NotSupported(
-            f"{type(model).__name__}.{model.base_model_prefix} does not hold all layers in one list; early exit needs that"
-        )
+    key = next(name for name, module in body.named_children() if module is every)
     config = _shortened(model, layers, len(more))
-    changes: dict[str, object] = {keys[0]: nn.ModuleList([*every[:layers], *more])}
+    changes: dict[str, object] = {key: nn.ModuleList([*every[:layers], *more])}
     if norm is not None:
-        changes[_name_of_norm(model)] = norm
+        changes[_name_of_norm(model, path)] = norm
     short = _copied_with(body, config=config, **changes)
-    return _copied_with(model, config=config, **{model.base_model_prefix: short})
+    while path:
+        path, _, name = path.rpartition(".")
+        short = _copied_with(model.get_submodule(path), config=config, **{name: short})
+    return short
 
 
 def _copied_with(module: nn.Module, **changes: object) -> Any:

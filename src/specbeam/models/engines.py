@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specbeam.core.caches.folders import lend_folder
-from specbeam.core.errors import BadSetting, NotSupported
+from specbeam.core.errors import BadSetting, NotSupported, UnsupportedModel
 from specbeam.doors.options.table import hint
 from specbeam.engines.by_layer import layer_decoder
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
-from specbeam.engines.eligibility import is_llama_like, reads_sources
+from specbeam.engines.eligibility import is_llama_like, lacks_trees, reads_sources
 from specbeam.engines.families import embedding_of, family_of, layers_in, misfit_of_family
 from specbeam.engines.gpu.staging import MOST_RANGES
 from specbeam.engines.mapped import LARGEST_WIDENED, is_mapped
@@ -42,6 +42,7 @@ _BY_OPTION = {
     "torch": "compile=True",
     "parallel": "tensor_parallel=True",
 }
+OWN = ("gpu", "fp8", *COMPILED)  # engines that are a forward of specbeam
 
 
 class EngineKind(NamedTuple):
@@ -140,7 +141,7 @@ def _engine_for_sources(request: EngineRequest, wanted: str) -> ChosenEngine:
 
 
 def _engine_of(engines: tuple[EngineKind, ...], request: EngineRequest, wanted: str) -> ChosenEngine:
-    """Choose among these engines as `choose_engine` does; the last one runs every model."""
+    """Choose among these engines as `choose_engine` does. Raises `UnsupportedModel` if none of them fits."""
     if wanted != "auto":
         return ChosenEngine(wanted, _wanted_passes(engines, request, wanted), "")
     model = request.model
@@ -153,7 +154,9 @@ def _engine_of(engines: tuple[EngineKind, ...], request: EngineRequest, wanted: 
                 return ChosenEngine(kind.name, passes, _note(model, reasons) if kind.name == "plain" else "")
             why = "the engine does not work on this machine"
         reasons[kind.name] = f"{kind.described}: {why}"
-    raise AssertionError("the last engine of the table runs every model")
+    raise UnsupportedModel(
+        f"no engine runs this {type(model).__name__}. {reasons['plain']}. {_reason_of_ours(model, reasons)}"
+    )
 
 
 def _with_rounded_kv(chosen: ChosenEngine, kv: KVType) -> ChosenEngine:
@@ -182,8 +185,12 @@ def _wanted_passes(engines: tuple[EngineKind, ...], request: EngineRequest, want
 
 def _note(model: "PreTrainedModel", reasons: dict[str, str]) -> str:
     """Return a sentence with the reason why transformers runs a model instead of the engine for its device."""
-    ours = reasons["gpu" if "gpu" in reasons and model.device.type == "cuda" else "compiled"]
-    return f"transformers' own forward runs this {type(model).__name__} instead of {ours}"
+    return f"transformers' own forward runs this {type(model).__name__} instead of {_reason_of_ours(model, reasons)}"
+
+
+def _reason_of_ours(model: "PreTrainedModel", reasons: dict[str, str]) -> str:
+    """Return the name of specbeam's engine for a model's device, and the reason why it does not run the model."""
+    return reasons["gpu" if "gpu" in reasons and model.device.type == "cuda" else "compiled"]
 
 
 def _always(model: "PreTrainedModel") -> str:
@@ -206,7 +213,7 @@ def _too_large(model: "PreTrainedModel") -> str:
 
 def _waits_for_compiled(model: "PreTrainedModel") -> str:
     """Return the reason why the compiled forward should not copy a model's weights; "" if it may."""
-    if is_mapped(model) or matrices_of(model):
+    if is_mapped(model) or matrices_of(model) or lacks_trees(model):
         return ""
     if model.dtype != torch.float32:
         return (
@@ -262,8 +269,9 @@ def _misfit_of_layers(model: "PreTrainedModel") -> str:
 
 
 def _misfit_of_torch(model: "PreTrainedModel") -> str:
-    on_gpu = model.device.type == "cuda"
-    return "it is for CPUs; on a GPU passes are already captured as graphs: leave it out" if on_gpu else ""
+    if model.device.type == "cuda":
+        return "it is for CPUs; on a GPU passes are already captured as graphs: leave it out"
+    return lacks_trees(model)
 
 
 def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> EngineKind:
@@ -329,8 +337,8 @@ ENGINES = (
     _compiled_kind("int4", "quantize='int4'", "int4"),
     EngineKind("layers", "the forward that calls layers one by one", _misfit_of_layers, _on_request, _passes_by_layer),
     EngineKind("torch", "compile=True", _misfit_of_torch, _on_request, _torch_passes),
-    EngineKind("parallel", "the forward in several processes", _always, _on_request, _parallel_passes),
-    EngineKind("plain", "transformers' forward", _always, _always, _plain_passes),
+    EngineKind("parallel", "the forward in several processes", lacks_trees, _on_request, _parallel_passes),
+    EngineKind("plain", "transformers' forward", lacks_trees, _always, _plain_passes),
 )
 # Engines that run the decoders of encoder-decoder models.
 ENGINES_FOR_SOURCES = tuple(kind for kind in ENGINES if kind.name in ("gpu", *COMPILED, "plain"))

@@ -26,14 +26,15 @@ from specbeam.engines.cpu.cache import CpuCache, Drafting
 from specbeam.engines.cpu.cache_words import WORDS, KVType
 from specbeam.engines.cpu.decoder import TILED_FROM
 from specbeam.engines.cpu.passes import PackedPasses
-from specbeam.engines.families import positions_of
+from specbeam.engines.eligibility import lacks_trees
+from specbeam.engines.families import family_of, kv_heads_of, positions_of
 from specbeam.engines.kv.cross import ReadsSources
 from specbeam.engines.kv.prefix import Beginning, KnownPrompts
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.packed import weights_in
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.passes import PaddedPasses
-from specbeam.models.engines import COMPILED, choose_engine
+from specbeam.models.engines import COMPILED, OWN, choose_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -232,7 +233,10 @@ class HuggingFaceLM:
         config = self.model.config.get_text_config()
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        family = family_of(self.model)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        if family is not None and self.engine in OWN:
+            kv_heads = kv_heads_of(config, family)
         number = np.dtype(WORDS[self.kv]).itemsize if self.engine in COMPILED else self.model.dtype.itemsize
         return int(2 * config.num_hidden_layers * kv_heads * size * number)
 
@@ -250,7 +254,7 @@ class HuggingFaceLM:
         If the forward for GPUs cannot, and transformers' forward can, that forward runs the model from now on.
         """
         why = self._refused_by(self.runner, session)
-        if not why or self.engine != "gpu" or isinstance(self.runner, ReadsSources):
+        if not why or self.engine != "gpu" or isinstance(self.runner, ReadsSources) or lacks_trees(self.model):
             return why
         plain = PaddedPasses(self.model, self.caches, shared=self.shared)
         if why_plain := self._refused_by(plain, session):
@@ -851,11 +855,6 @@ def _check_keeps_tokens(model: "PreTrainedModel") -> None:
     config = model.config
     name = type(model).__name__
     text = config.get_text_config()
-    if getattr(text, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        raise UnsupportedModel(
-            f"{name} uses ALiBi: it derives positions from cache slots and cannot score a token tree; "
-            "choose a model with rotary or learned positions"
-        )
     kinds = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     recurrent = getattr(model, "_is_stateful", False) or kinds
     if recurrent:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import specbeam as sb
 from specbeam.core.control.best_tree import ranked_tree
 from specbeam.core.control.cost import CostCurve
-from specbeam.errors import BadHead, BadSetting
+from specbeam.errors import BadHead, BadSetting, NotSupported
 from specbeam.lab.train import DrawPlan, Schedule, drawing, fitting, train_head
 from specbeam.lab.train.batches import batches_of
 from specbeam.lab.train.exit_choice import candidates, expected_speed
@@ -66,6 +66,38 @@ def kinds(*quick):
 def test_a_head_learns_and_is_used(kind, pair, small_files, drawn, tmp_path):
     """What is read of its folder drafts as what was trained, and beams are those without a draft."""
     learns_and_is_used(kind, {}, pair, drawn, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def opt_pair():
+    """A target without rotary positions, RMSNorm and gates."""
+    model = tiny("opt", seed=1)
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= 2
+    pair = sb.load(model)
+    assert pair.target.engine != "plain"
+    return pair
+
+
+@pytest.fixture(scope="module")
+def opt_drawn(opt_pair, tmp_path_factory):
+    return tmp_path_factory.mktemp("opt_trees")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "eesd"])
+def test_a_head_of_an_opt_learns_and_is_used(kind, opt_pair, small_files, opt_drawn, tmp_path):
+    learns_and_is_used(kind, {}, opt_pair, opt_drawn, tmp_path)
+
+
+def test_a_target_whose_head_reads_projected_states_takes_no_heads(tmp_path):
+    pair = sb.load(tiny("opt-350m"))
+    with pytest.raises(NotSupported, match=r"projects them from 32 to 64 numbers: use a draft model"):
+        train_head("eesd", pair, PROMPTS, tmp_path, draws=DRAWS, schedule=SCHEDULE)
+
+
+def test_an_exit_layer_cannot_be_trained_where_transformers_scores_no_trees(tmp_path):
+    with pytest.raises(NotSupported, match="cannot be trained for BloomForCausalLM: it uses ALiBi"):
+        train_head("eesd", sb.load(tiny("bloom")), PROMPTS, tmp_path, draws=DRAWS, schedule=SCHEDULE)
 
 
 @pytest.mark.parametrize("kind", kinds("dspark", "chimera"))

@@ -32,7 +32,7 @@ DRAFTING = {
 
 def made(engine, **more):
     """A tiny model that this engine runs."""
-    return tiny("opt", tie_word_embeddings=False, **more) if engine == "plain" else tiny("llama", **more)
+    return tiny("phi", tie_word_embeddings=False, **more) if engine == "plain" else tiny("llama", **more)
 
 
 def with_broken_token(model, value=NAN):
@@ -110,7 +110,7 @@ def test_load_says_it_of_models_that_read_sources(family, part):
 
 def test_a_model_that_never_writes_some_tokens_is_loaded():
     """Their logits are -inf, whatever comes before."""
-    model = tiny("opt", tie_word_embeddings=False)
+    model = tiny("phi", tie_word_embeddings=False)
     forward = model.forward
 
     def never(*args, **kwargs):

@@ -89,6 +89,9 @@ def pruned_at_random(rng, forest):
         ("gemma2", 2, True, "compiled"),
         ("gpt2", 1, True, "compiled"),
         ("gpt_neox", 2, False, "compiled"),
+        ("opt", 2, True, "compiled"),
+        ("bloom", 1, True, "compiled"),
+        ("falcon-40b", 3, False, "compiled"),
         ("granite", 3, True, "compiled"),
         ("llama", 1, True, "layers"),
         ("qwen2-window", 2, False, "layers"),
@@ -491,7 +494,7 @@ def test_a_session_of_another_method_shares_no_prefix_with_one_that_has_an_exit_
     assert texts.count(texts[0]) == 4
 
 
-ELSEWHERE = [("llama", "plain"), ("gpt2", "plain"), ("gemma2", "plain")]
+ELSEWHERE = [("llama", "plain"), ("gpt2", "plain"), ("gemma2", "plain"), ("opt", "plain")]
 
 
 @pytest.mark.parametrize(("family", "engine"), ELSEWHERE)
@@ -515,7 +518,7 @@ def test_where_a_range_of_layers_cannot_run_the_first_layers_run_twice_and_this_
     assert ours[0].report.draft_passes > 0
 
 
-@pytest.mark.parametrize("family", ["qwen2-window", "gemma2", "gemma3", "gpt2", "gpt_neox", "phi"])
+@pytest.mark.parametrize("family", ["qwen2-window", "gemma2", "gemma3", "gpt2", "gpt_neox", "phi", "opt", "falcon"])
 def test_what_is_learnt_is_what_drafts(family):
     """The logits that training sees are those of the model that drafts, in each family's own way to call a layer."""
     model = model_of(family)

@@ -97,11 +97,13 @@ def _pass_rows(cache: CacheArrays, positions: Array, slots: Array, seen: Array, 
             for slot in range(extent):
                 near = windows[kind] == 0 or positions[number] - trie.slot_position[slot] < windows[kind]
                 row[slot] = seen[number, slot] and near
-    asked = len(positions) if cache.model.weights.extras.biases.shape[2] > 0 else 0
+    extras = cache.model.weights.extras
+    asked = len(positions) if extras.biases.shape[2] > 0 else 0
     back = np.empty((asked, extent), dtype=np.int32)
     for number in range(asked):
         for slot in range(extent):
-            back[number, slot] = positions[number] - trie.slot_position[slot]
+            place = trie.slot_position[slot]
+            back[number, slot] = place if extras.by_place else positions[number] - place
     sessions = np.array([[cache.store_row, 0, len(positions)]])
     return LayerRows(positions, slots, sessions, visible, back, sources)
 
@@ -278,7 +280,7 @@ def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Arra
         copy_numbers(x[row], outputs[trie.local[wanted[row]]])
     logits = np.empty((len(x), model.vocab), dtype=np.float32)
     if len(x) > 0:
-        call_at(cache.score_rows_at, (x, norm, model.eps, model.head, logits, cache.threads))
+        call_at(cache.score_rows_at, (x, norm, model.eps, model.leave, model.head, logits, cache.threads))
         shape_logits(logits, model.logits_divisor, model.logits_cap, model.logits_bias)
     return logits
 

@@ -33,6 +33,7 @@ from specbeam.engines.cpu.layers import (
     NO_ATTENTION,
     NO_INNER,
     all_layers,
+    input_of_head,
     normalise,
     projected,
     score_rows,
@@ -55,8 +56,10 @@ from specbeam.engines.families import (
     bias_of_tokens,
     body_of,
     embedding_of,
+    embeddings_of,
     family_of,
     layers_in,
+    matrix_at,
     misfit_of_family,
     norm_at,
     norm_of,
@@ -67,10 +70,13 @@ from specbeam.engines.families import (
     source_parts,
     unplaced_in,
 )
+from specbeam.engines.kv.masks import SlotPositions, places_of_slots, slots_back
 from specbeam.engines.kv.store import PanelStore
+from specbeam.engines.kv.trie import Feed
 from specbeam.engines.mapped import NOTHING_MAPPED, MappedFiles, mapped_files
 from specbeam.engines.packed import Grouped, PackedMatrix, joined, matrices_of, weights_in
 from specbeam.engines.shared_tokens import SharedTokens, readable
+from specbeam.engines.torch.in_float32 import as_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -118,6 +124,7 @@ class Model(NamedTuple):
     heads: int
     kinds: Array  # int64[layers]: the kind of attention of each layer, an index into `CompiledDecoder.names`
     last_norm: Array  # see `Weights`
+    leave: Array  # in panels, the matrix between the last norm and the head; no panels: none
     head: Array  # in panels
     vocab: int
     read_as: Array  # int64[vocab]: the row of `embedding` of each token; empty: row t for token t
@@ -174,7 +181,8 @@ class CompiledDecoder:
     ) -> None:
         self.shared = shared
         self.kv: KVType = "float32"
-        architecture = architecture_of(model)
+        with as_loaded(model):
+            architecture = architecture_of(model)
         numbers = architecture.numbers
         family = architecture.family
         body: Any = body_of(model, family)
@@ -189,7 +197,7 @@ class CompiledDecoder:
         self.size = architecture.size
         self.eps = architecture.eps
         self.vocab = head.weight.shape[0] if shared is None else shared.vocab
-        self.embedding = table_of(embedding.weight)
+        self.embedding = table_of(embeddings_of(model, family))
         self.embedding_scale = np.float32(own_scale(embedding))
         self.vector_scale = np.float32(numbers.embedding)  # of input embeddings
         self.places = numbers_of(places_of(body, architecture))
@@ -198,11 +206,16 @@ class CompiledDecoder:
         files = mapped_files(model)
         tiled = tiles.available() and (rounding == "int8" or weights >= TILED_FROM)
         matrices = [weight.flatten(0, -2) for layer in layers for weight in layer.parameters() if weight.dim() > 1]
+        leave = matrix_at(model, family.leave, family)
+        if leave is not None:
+            matrices.append(leave)
         self.kind = kind = kind_of_panels([head.weight, *matrices], rounding, tiled, files)
         self.kinds_of_matrices = kinds_of_panels(parts_of(layers[0], architecture), kind)
         self.weights = weights_of(layers, self.kinds_of_matrices, architecture, files)
         self.last_norm = numbers_of(norm_at(body, family.final_norm, family))
         self.head = panels_of([_head_parts(head.weight, self.vocab)], kind, files)[0]
+        self.leave = self.head[:0] if leave is None else panels_of([[leave]], kind, files)[0]
+        self.enter = matrix_at(model, family.enter, family)
         if self.threads > 1:
             for panels in (self.head, *self.weights.matrices):
                 TEAM.learn(panels)
@@ -220,6 +233,7 @@ class CompiledDecoder:
             heads=self.heads,
             kinds=self.kinds,
             last_norm=self.last_norm,
+            leave=self.leave,
             head=self.head,
             vocab=self.vocab,
             read_as=np.zeros(0, dtype=np.int64) if shared is None else shared.read_as,
@@ -286,6 +300,18 @@ class CompiledDecoder:
         place = slice(layer.place, layer.place + 1)
         self._run(x, self._layer_rows(rows, _NO_SOURCES), layer.weights, layer.kinds, _in_store(store, place))
         return x
+
+    def back_of(self, feeds: list[Feed], tables: Sequence[SlotPositions], extent: int) -> Int32[np.ndarray, "_ _"]:
+        """Return `Rows.back` of the rows of all feeds in order: what biases of attention depend on.
+
+        Args:
+            tables: the positions of the slots of each feed.
+        """
+        of = self.architecture
+        if not of.biases:
+            return no_distances()
+        looked_up = places_of_slots if of.by_place else slots_back
+        return np.concatenate([looked_up(feed, table, extent) for feed, table in zip(feeds, tables, strict=True)])
 
     def _layer_rows(self, rows: Rows, sources: Sources) -> LayerRows:
         seen = np.array([rows.seen[name] for name in self.names])
@@ -356,7 +382,8 @@ class CompiledDecoder:
         tokens = readable(self.shared, rows.tokens)
         x = embedded_rows(self.embedding, np.maximum(tokens, 0)) * self.model.embedding_scale
         for row, vector in vectors.items():
-            x[row] = vector * self.vector_scale
+            scaled = vector * self.vector_scale
+            x[row] = scaled if self.enter is None else self.enter.float().numpy() @ scaled
         if len(self.places):
             placed = tokens != self.model.unplaced
             x[placed] += self.places[rows.positions[placed]]
@@ -396,7 +423,7 @@ class CompiledDecoder:
     @property
     def bytes_read(self) -> int:
         """Bytes of the matrices that a pass reads."""
-        return sum(panels.nbytes for panels in (self.head, *self.weights.matrices))
+        return sum(panels.nbytes for panels in (self.head, self.leave, *self.weights.matrices))
 
     @cached_property
     def _no_exit(self) -> ExitWeights:
@@ -413,15 +440,17 @@ class CompiledDecoder:
         logits = np.empty((len(x), self.vocab), dtype=np.float32)
         if len(x):
             with TEAM.threads(self.threads) as threads:
-                score_rows(x, self.last_norm if norm is None else norm, self.eps, self.head, logits, threads)
+                score_rows(
+                    x, self.last_norm if norm is None else norm, self.eps, self.leave, self.head, logits, threads
+                )
             shape_logits(logits, self.model.logits_divisor, self.model.logits_cap, self.model.logits_bias)
         return logits
 
     def normed(self, x: States) -> States:
-        """Return the output of the last layer after the final norm: the input of the head."""
-        out = np.empty_like(x)
-        normalise(x, self.last_norm, self.eps, out)
-        return out
+        """Return the input of the head, given the output of the last layer."""
+        with TEAM.threads(self.threads) as threads:
+            found = input_of_head(x, self.last_norm, self.eps, self.leave, threads)
+        return x.copy() if found is x else found
 
     @property
     def _no_sources(self) -> Sources:
@@ -444,7 +473,7 @@ class CompiledDecoder:
         layers = address_of(
             all_layers, floats, self._stack(self.weights), rows, self.kinds, cache, Taps(numbers, floats), 1
         )
-        return layers, address_of(score_rows, floats, self.last_norm, self.eps, self.head, floats, 1)
+        return layers, address_of(score_rows, floats, self.last_norm, self.eps, self.leave, self.head, floats, 1)
 
 
 def _in_store(store: PanelStore, layers: slice) -> KeyValues:
@@ -674,7 +703,11 @@ def misfit_of_shape(model: "PreTrainedModel", rounding: Rounding | None) -> str:
 def _misfit_of_sizes(model: "PreTrainedModel", rounding: Rounding | None) -> str:
     """Return the reason why the sizes of a model do not fit panels; "" if they do."""
     unit = steps_in("int4" if rounding == "int4" or matrices_of(model) else "float32")
-    return misfit_of_depths(model, architecture_of(model), unit)
+    of = architecture_of(model)
+    leave = matrix_at(model, of.family.leave, of.family)
+    if leave is not None and len(leave) % max(unit, WIDTH):
+        return f"its head reads {len(leave)} numbers; this must be a multiple of {max(unit, WIDTH)}"
+    return misfit_of_depths(model, of, unit)
 
 
 def misfit_of_depths(model: "PreTrainedModel", of: Architecture, unit: int) -> str:

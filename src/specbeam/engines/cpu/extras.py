@@ -31,7 +31,9 @@ class Extras(NamedTuple):
     down_bias: Array  # float32[layers, hidden]
     scales: Array  # float32[layers]: factor of scores of attention
     ropes: Array  # int64[layers]: the table of rotary angles; -1: no positions
-    biases: Array  # float32[layers, heads, distances]: see `families.Architecture.biases`
+    # float32[layers, heads, distances], or of one layer for all: see `families.Architecture.biases`
+    biases: Array
+    by_place: bool  # whether `biases` are by the position of the key instead of its distance
     cap: np.float32  # see `families.Numbers.attention_cap`
     residual: np.float32  # factor of a sublayer's output
     activation: int  # SILU, GELU_TANH, GELU or RELU
@@ -66,6 +68,7 @@ def extras_of(parts: list[LayerParts], of: Architecture, router: Array) -> Extra
         scales=np.array(of.scales, dtype=np.float32),
         ropes=np.array(of.ropes, dtype=np.int64),
         biases=_biases_of(of, len(parts)),
+        by_place=of.by_place,
         cap=np.float32(of.numbers.attention_cap),
         residual=np.float32(of.numbers.residual),
         activation=_NUMBER_OF[of.activation],
@@ -100,7 +103,8 @@ def layers_of_extras(extras: Extras, first: int, stop: int) -> Extras:
         extras.down_bias[first:stop],
         extras.scales[first:stop],
         extras.ropes[first:stop],
-        extras.biases[first:stop],
+        extras.biases if len(extras.biases) == 1 else extras.biases[first:stop],
+        extras.by_place,
         extras.cap,
         extras.residual,
         extras.activation,

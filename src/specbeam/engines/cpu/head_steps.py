@@ -343,7 +343,8 @@ def scored(cache: HeadArrays, x: Array) -> Array:
     model = cache.model
     logits = np.empty((len(x), len(model.head) * WIDTH), dtype=np.float32)
     if len(x) > 0:
-        call_at(cache.score_rows_at, (x, model.last_norm, model.eps, model.head, logits, cache.threads))
+        head = model.head
+        call_at(cache.score_rows_at, (x, model.last_norm, model.eps, head[:0], head, logits, cache.threads))
     return logits
 
 

@@ -315,7 +315,8 @@ def run_attention(
     threads = room.threads
     write_qkv(h, stack, layer, rows.positions, room.qkv, threads)
     store_keys_and_values(room.qkv, stack.heads, rows.sessions, rows.slots, cache)
-    scoring = Scoring(stack.heads // stack.kv_heads, extras.scales[layer], extras.cap, extras.biases[layer])
+    biases = extras.biases[min(layer, len(extras.biases) - 1)]
+    scoring = Scoring(stack.heads // stack.kv_heads, extras.scales[layer], extras.cap, biases)
     attend(room.qkv, cache, look, scoring, room.mixed, threads)
     add_mixed(x, room.mixed, stack, layer, room)
 
@@ -555,24 +556,36 @@ def reach_of(seen: Array) -> Array:
 
 
 @compiled
-def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, threads: int) -> None:
+def score_rows(x: Array, weight: Array, eps: float, leave: Array, head: Array, logits: Array, threads: int) -> None:
     """Write the logits of rows to `logits`, float32[rows, columns].
 
     Args:
         x: float32[rows, hidden], the output of the last layer.
         weight: of the final norm, see `normalise_row`.
+        leave: the matrix between the norm and the head in panels; no panels: none.
         head: the head's matrix in panels; `logits` may lack the padding columns of the last panel.
     """
-    h = x
-    if len(weight) > 0:
-        h = np.empty_like(x)
-        normalise(x, weight, eps, h)
+    h = input_of_head(x, weight, eps, leave, threads)
     whole = logits.shape[1] // WIDTH
     multiply(h, head[:whole], logits, threads)
     if whole < len(head):
         left = np.empty((len(x), WIDTH), dtype=np.float32)
         multiply(h, head[whole : whole + 1], left, threads)
         copy_rows(logits[:, whole * WIDTH :], left[:, : logits.shape[1] - whole * WIDTH])
+
+
+@compiled
+def input_of_head(x: Array, weight: Array, eps: float, leave: Array, threads: int) -> Array:
+    """Return the input of the head, given the output of the last layer; x itself without a norm and a matrix."""
+    h = x
+    if len(weight) > 0:
+        h = np.empty_like(x)
+        normalise(x, weight, eps, h)
+    if len(leave) == 0:
+        return h
+    left = np.empty((len(x), len(leave) * WIDTH), dtype=np.float32)
+    multiply(h, leave, left, threads)
+    return left
 
 
 @compiled

@@ -259,8 +259,9 @@ class PackedPasses:
         tokens, positions, slots = (
             np.concatenate([getattr(feed, name) for feed in feeds]) for name in ("tokens", "positions", "slots")
         )
-        rows = Rows(tokens, positions, slots, sessions, self.masks.flat(feeds, tries, extent))
-        rows = self._with_context(rows, caches, feeds)
+        seen = self.masks.flat(feeds, tries, extent)
+        back = self.decoder.back_of(feeds, tries, extent)
+        rows = self._with_context(Rows(tokens, positions, slots, sessions, seen, back), caches)
         for cache in caches:
             cache.keep_prefix(self.store)
         late = [
@@ -292,7 +293,7 @@ class PackedPasses:
         """Make room in the store for `extent` slots of each of these caches."""
         self.store.reserve(len(self.caches), extent)
 
-    def _with_context(self, rows: Rows, caches: Sequence[RowMember], feeds: list[Feed]) -> Rows:
+    def _with_context(self, rows: Rows, caches: Sequence[RowMember]) -> Rows:
         """Return the rows of a pass with the sources that they attend to."""
         return rows
 

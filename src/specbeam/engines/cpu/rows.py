@@ -60,4 +60,6 @@ class Look(NamedTuple):
     sessions: Array  # see `LayerRows`
     seen: Array  # bool[rows, slots]
     reach: Array  # int64[rows]: one past the last slot that each row attends to
-    back: Array  # int32[rows, slots]: distance in positions from each row back to the token of each slot, for biases
+    # int32[rows, slots]: distance in positions from each row back to the token of each slot, for biases; the position of
+    # that token with `Extras.by_place`
+    back: Array

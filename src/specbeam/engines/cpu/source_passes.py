@@ -19,9 +19,7 @@ from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.sources import Sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.kv.cross import CrossPanels, ReadsSources
-from specbeam.engines.kv.masks import slots_back
 from specbeam.engines.kv.member import RowMember
-from specbeam.engines.kv.trie import Feed
 from specbeam.engines.source import Source, grouped, in_line
 from specbeam.engines.torch.source_passes import plain_logits
 
@@ -113,13 +111,8 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
     def _sources_for(self, arrays: Sequence[CacheArrays]) -> Sources:
         return self._all_sources(np.concatenate([cache.sources.rows for cache in arrays]))
 
-    def _with_context(self, rows: Rows, caches: Sequence[RowMember], feeds: list[Feed]) -> Rows:
-        sources = self._sources_of(caches)
-        if not self.decoder.architecture.biases:
-            return replace(rows, sources=sources)
-        extent = next(iter(rows.seen.values())).shape[1]
-        back = [slots_back(feed, cache.trie, extent) for cache, feed in zip(caches, feeds, strict=True)]
-        return replace(rows, sources=sources, back=np.concatenate(back))
+    def _with_context(self, rows: Rows, caches: Sequence[RowMember]) -> Rows:
+        return replace(rows, sources=self._sources_of(caches))
 
     def _looks_at(self, cache: CpuCache, arrays: CacheArrays) -> bool:
         sources = arrays.sources

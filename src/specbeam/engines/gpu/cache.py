@@ -1,5 +1,6 @@
 """A session's cache in a model on a GPU: its trie, and the turn's logits, which passes copy to the host."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -30,7 +31,8 @@ class GpuCache(RowMember):
 
     Args:
         vocab: number of logits.
-        like: a tensor with the dtype, width and device of hidden states.
+        like: a tensor with the dtype and device of hidden states.
+        width_of: returns the width of the hidden states of a column; see `Needs.columns`.
         trie: None: a new one for the prompt.
 
     Attributes:
@@ -39,12 +41,21 @@ class GpuCache(RowMember):
         hidden: hidden states on the device by forest node, if a part of the session needs them.
     """
 
-    def __init__(self, row: int, prompt: list[int], vocab: int, like: torch.Tensor, trie: KVTrie | None = None) -> None:
+    def __init__(
+        self,
+        row: int,
+        prompt: list[int],
+        vocab: int,
+        like: torch.Tensor,
+        width_of: Callable[[int], int],
+        trie: KVTrie | None = None,
+    ) -> None:
         super().__init__(row, prompt)
         self.answered = 0
         self.trie = KVTrie(prompt) if trie is None else trie
         self.hidden = HiddenRows(like)
         self._like = like
+        self._width_of = width_of
         self._pinned = like.device.type == "cuda"
         self._first_rows = max(1, min(FIRST_ROWS, FIRST_BYTES // (4 * vocab)))
         self.outputs = self._room(self._first_rows, vocab)
@@ -61,7 +72,8 @@ class GpuCache(RowMember):
             trie: uses slots that are free in this cache; see `KVTrie.scratch` and `KVTrie.before`.
         """
         if len(self._scratches) < 2:
-            self._scratches.append(GpuCache(self.row, self.prompt, self.outputs.shape[1], self._like, trie))
+            vocab = self.outputs.shape[1]
+            self._scratches.append(GpuCache(self.row, self.prompt, vocab, self._like, self._width_of, trie))
         else:
             self._scratches.reverse()
         found = self._scratches[-1]
@@ -96,7 +108,7 @@ class GpuCache(RowMember):
 
     def _make_hidden(self, nodes: int) -> None:
         if self.needs.states:
-            self.hidden.make_room(nodes, len(self.needs.columns) * self._like.shape[1])
+            self.hidden.make_room(nodes, sum(map(self._width_of, self.needs.columns)))
 
     def _room(self, rows: int, vocab: int) -> torch.Tensor:
         return torch.empty(rows, vocab, pin_memory=self._pinned)

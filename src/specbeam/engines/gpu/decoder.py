@@ -29,6 +29,7 @@ from specbeam.engines.families import (
     body_of,
     embedding_of,
     layers_in,
+    matrix_at,
     module_at,
     norm_at,
     own_scale,
@@ -133,12 +134,16 @@ class GpuDecoder:
         self.places = places_of(body, architecture).to(self.embedding)
         self.unplaced = unplaced_in(body, family)
         self.blank = 1 if self.unplaced == 0 else 0
-        self.first_norm = norm_at(body, family.first_norm, family)
+        self.first_norm = norm_at(body, family.first_norm, family).to(self.embedding.device)
+        enter = matrix_at(model, family.enter, family)
+        leave = matrix_at(model, family.leave, family)
+        self.enter = None if enter is None else GpuMatrix(enter)  # makes embeddings, which are not rounded
+        self.leave = None if leave is None else self._matrix(leave)
         self.tables = angle_tables(model, architecture, _NO_LIMIT)
         self.angles = self.tables[0]
         self.ranges, self._biases = _ranges_of(architecture)
         self.layers = [self.layer_of(layer, number) for number, layer in enumerate(layers_in(model, family))]
-        self.last_norm = norm_at(body, family.final_norm, family)
+        self.last_norm = norm_at(body, family.final_norm, family).to(self.embedding.device)
         self.vocab = len(head.weight) if shared is None else shared.vocab
         self.known = len(self.embedding) if shared is None else shared.vocab  # number of input tokens
         self.read_as = None if shared is None else torch.from_numpy(shared.read_as).to(self.embedding.device)
@@ -149,8 +154,13 @@ class GpuDecoder:
 
     @property
     def states_like(self) -> Tensor:
-        """An empty tensor with the type, width and device of hidden states."""
+        """An empty tensor with the type, width and device of hidden states between layers."""
         return self.embedding.new_empty(0, self.layers[0].qkv.numbers.shape[1])
+
+    def width_of(self, column: int) -> int:
+        """Return the width of the hidden states of a column; see `Needs.columns`."""
+        width = self.states_like.shape[1]
+        return width if column != FINAL or self.leave is None else len(self.leave.numbers)
 
     def store(self) -> PagedStore:
         """Return a new KV store for this model."""
@@ -164,7 +174,7 @@ class GpuDecoder:
         x = self.run_layers(x, enumerate(self.layers), inputs, shape, store, part)
         part.keep(len(self.layers), x)
         if FINAL in part.columns:
-            part.keep(FINAL, normed(x, self.last_norm, self.eps))
+            part.keep(FINAL, self.input_of_head(x, self.last_norm))
         return self.logits(x.index_select(0, inputs.wanted[: shape.wanted]), self.last_norm)
 
     def run_layers(
@@ -184,9 +194,10 @@ class GpuDecoder:
         of = self.architecture
         for number, layer in layers:
             x = part.before_layer(x, number)
-            mlp_input = normed(x, layer.before_inner, self.eps) if of.parallel else None
+            read = normed(x, layer.before_attention, self.eps)
+            mlp_input = self._input_of_parallel_mlp(x, read, layer) if of.parallel else None
             if number not in part.no_attention:
-                self._add_attention(x, number, layer, inputs, shape, store)
+                self._add_attention(x, read, number, layer, inputs, shape, store)
             if number in part.no_inner:
                 continue
             read = normed(x, layer.before_inner, self.eps) if mlp_input is None else mlp_input
@@ -195,11 +206,23 @@ class GpuDecoder:
             self._add(x, wide, layer.down, layer.down_bias, layer.after_inner)
         return x
 
+    def _input_of_parallel_mlp(self, x: RowTensor, read: RowTensor, layer: GpuLayer) -> RowTensor:
+        """Return the input of an MLP parallel to attention: `read`, the input of attention, if both have the same norm."""
+        norms = self.architecture.family.norms
+        has_own = norms.before_inner != norms.before_attention
+        return normed(x, layer.before_inner, self.eps) if has_own else read
+
     def _add_attention(
-        self, x: RowTensor, number: int, layer: GpuLayer, inputs: Inputs, shape: PassShape, store: PagedStore
+        self,
+        x: RowTensor,
+        read: RowTensor,
+        number: int,
+        layer: GpuLayer,
+        inputs: Inputs,
+        shape: PassShape,
+        store: PagedStore,
     ) -> None:
-        """Add the attention of a layer, in place, and store keys and values."""
-        read = normed(x, layer.before_attention, self.eps)
+        """Add the attention of a layer to x, in place, given its input `read`, and store keys and values."""
         qkv = multiplied(read, layer.qkv, layer.qkv_bias)
         self._norm_queries_and_keys(qkv, layer)
         pages = store.layer(number)
@@ -214,7 +237,12 @@ class GpuDecoder:
         Args:
             norm: the weight of the norm before the head.
         """
-        return self._shaped(multiplied(normed(x, norm, self.eps), self.head)).float()
+        return self._shaped(multiplied(self.input_of_head(x, norm), self.head)).float()
+
+    def input_of_head(self, x: RowTensor, norm: Tensor) -> Float[Tensor, "rows read"]:
+        """Return the input of the head, given the output of the last layer; `norm` as in `logits`."""
+        x = normed(x, norm, self.eps)
+        return x if self.leave is None else multiplied(x, self.leave)
 
     def embedded(self, inputs: Inputs, rows: int, part: PassPart = WHOLE) -> RowTensor:
         """Return the input of the first layer."""
@@ -225,6 +253,8 @@ class GpuDecoder:
         if self.embedding_scale * self.numbers.embedding != 1:
             x *= self.embedding_scale * self.numbers.embedding
         x = part.embedded(x, self.numbers.embedding)
+        if self.enter is not None:
+            x = multiplied(x, self.enter)
         if len(self.places):
             places = self.places.index_select(0, inputs.positions[:rows])
             if self.unplaced != NO_TOKEN:
@@ -319,6 +349,7 @@ class GpuDecoder:
             scale=of.scales[number],
             cap=self.numbers.attention_cap,
             biases=self._biases[number] if self._biases else None,
+            by_place=of.by_place,
         )
         return GpuLayer(
             before_attention=parts.before_attention,
@@ -363,8 +394,12 @@ def _bias(found: Tensor) -> Tensor | None:
 
 def _ranges_of(of: Architecture) -> tuple[UInt8[np.ndarray, " distances"], list[Float[Tensor, "heads ranges"]]]:
     """Return the ranges of distances with equal biases (`ModelLimits.ranges`), and the biases of each layer by range."""
+    no_ranges = np.zeros(0, dtype=np.uint8)
     if not of.biases:
-        return np.zeros(0, dtype=np.uint8), []
+        return no_ranges, []
+    if of.by_place:
+        (biases,) = of.biases
+        return no_ranges, [biases.contiguous()] * len(of.scales)
     every = torch.stack(of.biases).float().cpu().flatten(0, 1)
     biases, ranges = every.unique_consecutive(dim=1, return_inverse=True)
     numbers = (1 + ranges).to(torch.uint8).numpy()  # at most `MOST_RANGES`

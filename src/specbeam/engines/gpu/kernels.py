@@ -106,13 +106,18 @@ def _rotate_and_store(
     earlier layers.
 
     The first HALF numbers of a head rotate with the next HALF; the others are unchanged. If the rows are laid out by
-    head, the query, key and value of a head follow each other.
+    head, the key and the value of a KV head follow its queries.
     """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
     row = tl.program_id(0)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
-    column = head % HEADS * 3 + head // HEADS if BY_HEAD else head
+    column = head
+    if BY_HEAD:
+        is_query = head < HEADS
+        kv_of_head = tl.where(is_query, head // GROUP, (head - HEADS) % KV_HEADS)
+        column = kv_of_head * (GROUP + 2) + tl.where(is_query, head % GROUP, GROUP + (head - HEADS) // KV_HEADS)
     source = qkv + (row * (HEADS + 2 * KV_HEADS) + column) * SIZE
     value = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
     turned = value
@@ -167,7 +172,7 @@ def _attend(
     q, pool, table, pitch, first_number, seen, sessions, biases, out, sums, tops, scale, cap, kind, session_room, ranges,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PAGE: tl.constexpr, AT_ONCE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
-    BIASED: tl.constexpr,
+    BIASED: tl.constexpr, BY_PLACE: tl.constexpr,
 ):  # fmt: skip
     """Compute attention for rows of one session and all query heads of one key-value head, over one part of the slots.
 
@@ -194,7 +199,10 @@ def _attend(
         base = first_number + head * PAGE * SIZE
         mask = seen + tl.load(session + 4 * session_room) + kind * tl.load(session + 5 * session_room)
         look = mask + row[:, None] * extent
-        bias = biases + (head * GROUP + place % GROUP)[:, None] * ranges - 1  # the first range has number 1
+        places = (mask + tl.load(session + 5 * session_room)).to(tl.pointer_type(tl.int32))  # read with BY_PLACE only
+        bias = biases + (head * GROUP + place % GROUP)[:, None] * ranges
+        if not BY_PLACE:
+            bias -= 1  # the first range has number 1
         top = tl.full([ROWS], UNSEEN, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         mixed = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -210,7 +218,10 @@ def _attend(
             score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
             found = tl.load(look + slot[None, :], mask=real[:, None] & known[None, :], other=0).to(tl.int32)
             open_ = found != 0
-            if BIASED:
+            if BY_PLACE:
+                place_of_slot = tl.load(places + slot, mask=known, other=0)
+                score += tl.load(bias + place_of_slot[None, :], mask=open_, other=0.0)
+            elif BIASED:
                 score += tl.load(bias + found, mask=open_, other=0.0)
             if CAPPED:
                 score = cap * (1 - 2 / (tl.exp(2 * score / cap) + 1))
@@ -328,8 +339,9 @@ class Scores(NamedTuple):
     kind: int  # kind of the layer, which selects the mask
     scale: float  # factor of scores
     cap: float = 0.0  # see `families.Numbers.attention_cap`
-    # float32, biases of scores for each range of distances, see `ModelLimits.ranges`
+    # float32, biases of scores for each range of distances, see `ModelLimits.ranges`, or for each position of a key
     biases: Float[Tensor, "heads ranges"] | None = None
+    by_place: bool = False  # whether biases are by position
 
 
 def attended(
@@ -364,7 +376,8 @@ def attended(
         q if biases is None else biases, parts, sums, tops,
         scores.scale, scores.cap or 1.0, scores.kind, inputs.sessions.shape[1],
         0 if biases is None else biases.shape[1], heads, kv_heads, size, block, at_once, PAGE, slots_at_once, splits,
-        "ieee" if q.dtype == torch.float32 else "tf32", scores.cap > 0, biases is not None, num_warps=4,
+        "ieee" if q.dtype == torch.float32 else "tf32", scores.cap > 0, biases is not None,
+        scores.by_place, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * heads,)](parts, sums, tops, out, size, block, splits, num_warps=1)

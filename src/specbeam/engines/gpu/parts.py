@@ -1,7 +1,8 @@
 """The part of a model that a pass on a GPU runs: skipped sublayers, learned rows, and the hidden states that it returns."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -70,8 +71,9 @@ class PassPart:
     """The part of a model that a pass runs. Captured graphs are kept by object, so equal passes share one.
 
     Attributes:
-        columns: the hidden states that the pass returns; see `Needs.columns`.
-        states: [rows, columns * width], the buffer to which it writes them; None without any.
+        columns: the hidden states that the pass returns, side by side; see `Needs.columns`.
+        states: [rows, width], the buffer to which it writes them; None without any.
+        edges: the first number of each column in `states`, and the end of the last.
         no_attention, no_inner: the layers whose attention, or inner layer, is skipped.
         learnt: extra rows with learned inputs; None if there are none.
         given: rows with given embeddings; None if there are none. Such passes are not captured.
@@ -79,6 +81,7 @@ class PassPart:
 
     columns: tuple[int, ...] = ()
     states: Tensor | None = None
+    edges: tuple[int, ...] = (0,)
     no_attention: frozenset[int] = NO_LAYERS
     no_inner: frozenset[int] = NO_LAYERS
     learnt: LearntRows | None = None
@@ -88,10 +91,9 @@ class PassPart:
         """Write the hidden states of a column, if the pass returns them."""
         if self.states is None:
             return
-        width = x.shape[1]
-        for place, wanted in enumerate(self.columns):
+        for wanted, (start, stop) in zip(self.columns, pairwise(self.edges), strict=True):
             if wanted == column:
-                self.states[: len(x), place * width : (place + 1) * width] = x
+                self.states[: len(x), start:stop] = x
 
     def embedded(self, x: RowTensor, factor: float) -> RowTensor:
         """Return the embeddings of tokens with the rows replaced that have others.
@@ -127,20 +129,26 @@ class KnownParts:
     """The parts of a model that its sessions have asked for, each with its buffers.
 
     Args:
-        like: a tensor with the dtype, width and device of hidden states.
+        like: a tensor with the dtype and device of hidden states.
+        width_of: returns the width of the hidden states of a column.
         no_attention, no_inner: see `PassPart`.
     """
 
     def __init__(
-        self, like: Tensor, no_attention: frozenset[int] = NO_LAYERS, no_inner: frozenset[int] = NO_LAYERS
+        self,
+        like: Tensor,
+        width_of: Callable[[int], int],
+        no_attention: frozenset[int] = NO_LAYERS,
+        no_inner: frozenset[int] = NO_LAYERS,
     ) -> None:
         self.like = like
+        self.width_of = width_of
         self._first = PassPart(no_attention=no_attention, no_inner=no_inner) if no_attention or no_inner else WHOLE
         self._known: dict[tuple[tuple[int, ...], ExtraInputs | None, int], PassPart] = {}
 
     def skipping(self, no_attention: frozenset[int], no_inner: frozenset[int]) -> "KnownParts":
         """Return the parts of the model without some sublayers."""
-        return KnownParts(self.like, no_attention, no_inner)
+        return KnownParts(self.like, self.width_of, no_attention, no_inner)
 
     def of(self, columns: tuple[int, ...], inputs: ExtraInputs | None, rows: int) -> PassPart:
         """Return the part that returns these hidden states, with extra rows of these inputs.
@@ -155,9 +163,10 @@ class KnownParts:
         known = self._known.get(key)
         if known is not None:
             return known
-        states = self.like.new_empty(size, len(columns) * self.like.shape[1]) if columns else None
+        edges = (*accumulate(map(self.width_of, columns), initial=0),)
+        states = self.like.new_empty(size, edges[-1]) if columns else None
         learnt = None if inputs is None else LearntRows(inputs, size, self.like)
-        part = replace(self._first, columns=columns, states=states, learnt=learnt)
+        part = replace(self._first, columns=columns, states=states, edges=edges, learnt=learnt)
         if size in BUFFERS:
             self._known[key] = part
         return part

@@ -25,7 +25,7 @@ from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
 from specbeam.engines.gpu.graphs import FEW, Graphs, shape_for
 from specbeam.engines.gpu.parts import KnownParts, PassPart
 from specbeam.engines.gpu.ranges import RangedPasses
-from specbeam.engines.gpu.staging import Inputs, ModelLimits, Staging, check_nodes, write_inputs
+from specbeam.engines.gpu.staging import Inputs, ModelLimits, Staging, check_nodes, mask_bytes, write_inputs
 from specbeam.engines.kv.cache import Nodes
 from specbeam.engines.kv.late import late_rows
 from specbeam.engines.kv.masks import Masks
@@ -63,11 +63,12 @@ class GpuPasses:
         self.device = decoder.embedding.device
         self.vocab = decoder.vocab
         windows = Masks(model.config, "sdpa", model.dtype).window_sizes(decoder.kinds)
-        self.limits = ModelLimits(windows, decoder.angles.shape[1], decoder.known, decoder.ranges)
+        by_place = decoder.architecture.by_place
+        self.limits = ModelLimits(windows, decoder.angles.shape[1], decoder.known, decoder.ranges, by_place)
         self.store = decoder.store()
         self.staging = Staging(self.device, ROWS, SESSIONS, MASK_BYTES * len(decoder.kinds))
         self.graphs = Graphs(decoder, self.store, self.staging, capture)
-        self.parts = KnownParts(decoder.states_like)
+        self.parts = KnownParts(decoder.states_like, decoder.width_of)
         self.before_steps = 0  # number of passes before steps run any; see `BEFORE_STEPS`
 
     def try_out(self) -> None:
@@ -82,7 +83,7 @@ class GpuPasses:
 
     def cache(self, row: int, prompt: list[int]) -> GpuCache:
         """Return the cache of a new session in a row of the store."""
-        return GpuCache(row, prompt, self.vocab, self.decoder.states_like)
+        return GpuCache(row, prompt, self.vocab, self.decoder.states_like, self.decoder.width_of)
 
     takes_vectors = True
     runs_ranges = True  # see `PackedPasses.runs_ranges`
@@ -175,13 +176,13 @@ class GpuPasses:
                 ranged[cache] = count
                 continue
             cache.trie.make_slots(count)
-            mask_bytes = count * cache.trie.capacity * len(self.limits.windows)
-            if batch and batch_bytes + mask_bytes > MOST_MASK_BYTES:
+            own_bytes = mask_bytes(self.limits, count, cache.trie.capacity)
+            if batch and batch_bytes + own_bytes > MOST_MASK_BYTES:
                 self._run(batch)
                 batch = []
                 batch_bytes = 0
             batch.append((cache, count, none))
-            batch_bytes += mask_bytes
+            batch_bytes += own_bytes
         self._run(batch)
         if ranged:
             self.ranges.prefill([*ranged], [*ranged.values()])
@@ -201,7 +202,7 @@ class GpuPasses:
         rows = cache.trie.pending + fresh
         cache.make_room(fresh)
         self._reserve([cache])
-        room = self.staging.holds(rows, 1, rows * cache.trie.capacity * len(self.limits.windows))
+        room = self.staging.holds(rows, 1, mask_bytes(self.limits, rows, cache.trie.capacity))
         self.before_steps = max(self.before_steps - 1, 0)
         can_launch = compiling.AVAILABLE and room and cache.is_for_steps and self.before_steps == 0
         with self.on_device():
@@ -272,7 +273,7 @@ class GpuPasses:
         shape = shape_for(counts, ends[-1])
         stored = [cache.trie.stored for cache, *_ in sessions]
         before_roots = [min(cache.trie.pending_before_roots, count) for cache, count, _ in sessions]
-        staging, mask_bytes = self._fill_staging(sessions, shape)
+        staging, filled_bytes = self._fill_staging(sessions, shape)
         part = self._part_of(sessions[0][0], shape.rows)
         part = self._with_learnt_rows(sessions, stored, shape.rows, part)
         inputs = staging.filled
@@ -283,7 +284,7 @@ class GpuPasses:
         inputs.wanted[ends[-1] : shape.wanted] = 0
         with span("model"), self.on_device():
             try:
-                staging.copy_to_device(mask_bytes)
+                staging.copy_to_device(filled_bytes)
                 logits = self.graphs.run(staging, shape, part)
                 for (cache, _, nodes), first in zip(sessions, ends, strict=False):
                     for piece in neighbour_slices(nodes):
@@ -339,7 +340,7 @@ class GpuPasses:
             self._check_nodes(cache, count)
             cache.trie.make_slots(count_by_row[cache.row])
         self._reserve([cache for cache, *_ in parts])
-        most = sum(cache.trie.capacity * count for cache, count, _ in parts) * len(self.limits.windows)
+        most = sum(mask_bytes(self.limits, count, cache.trie.capacity) for cache, count, _ in parts)
         staging = self.staging
         row = 0
         byte = 0

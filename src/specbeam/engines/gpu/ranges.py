@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int32
 from torch import Tensor, nn
 
 from specbeam.core.records import FINAL
@@ -24,16 +24,17 @@ from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import ExitLayer
 from specbeam.engines.cpu.extras import numbers_of
 from specbeam.engines.cpu.passes import PackedPasses
+from specbeam.engines.cpu.sources import no_distances
 from specbeam.engines.families import norm_of
 from specbeam.engines.gpu.cache import GpuCache
 from specbeam.engines.gpu.decoder import GpuLayer, PassShape
 from specbeam.engines.gpu.graphs import shape_for
-from specbeam.engines.gpu.kernels import normed
 from specbeam.engines.gpu.pages import PagedStore
 from specbeam.engines.gpu.parts import WHOLE, PassPart
-from specbeam.engines.gpu.staging import Inputs, Staging
+from specbeam.engines.gpu.staging import Inputs, Staging, mask_bytes
 from specbeam.engines.kv.cache import Nodes
 from specbeam.engines.kv.late import LateRows
+from specbeam.engines.kv.masks import SlotPositions, places_of_slots
 from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.trie import Feed
 
@@ -110,6 +111,12 @@ class RangeDecoder:
         """Return the KV store of the model, which all its passes share."""
         return self.passes.store
 
+    def back_of(self, feeds: list[Feed], tables: Sequence[SlotPositions], extent: int) -> Int32[np.ndarray, "_ _"]:
+        """See `CompiledDecoder.back_of`: positions of keys, for biases of attention by position."""
+        if not self.passes.limits.by_place:
+            return no_distances()
+        return np.concatenate([places_of_slots(feed, table, extent) for feed, table in zip(feeds, tables, strict=True)])
+
     def forward(
         self,
         rows: Rows,
@@ -160,9 +167,9 @@ class RangeDecoder:
     def normed(self, x: States) -> Float[Tensor, "rows width"]:
         """Return the output of the last layer after the final norm, in float32 on the device."""
         if len(x) == 0:
-            return self.states.rows[:0].float()
+            return self.states.rows.new_zeros(0, self.model.width_of(FINAL), dtype=torch.float32)
         with self.passes.on_device():
-            return normed(self.read(x), self.model.last_norm, self.model.eps).float()
+            return self.model.input_of_head(self.read(x), self.model.last_norm).float()
 
     def read(self, x: States) -> Float[Tensor, "rows width"]:
         """Return a copy of the hidden states of some rows."""
@@ -251,7 +258,7 @@ class RangeDecoder:
         shape = shape_for(counts, 0)
         part = WHOLE.with_given([*vectors], [torch.from_numpy(one) for one in vectors.values()], self.model.embedding)
         with passes.on_device():
-            staging, mask_bytes = self._staged(rows, shape)
+            staging, filled_bytes = self._staged(rows, shape)
             places = self._sources, self._goals
             if staging is not passes.staging:
                 places = tuple(self._goals.new_zeros(2, shape.rows))
@@ -260,7 +267,7 @@ class RangeDecoder:
                     padded = np.zeros(shape.rows, dtype=np.int64)
                     padded[:count] = _numbers(x)
                     goal[: shape.rows] = torch.from_numpy(padded).to(goal.device)
-            staging.copy_to_device(mask_bytes)
+            staging.copy_to_device(filled_bytes)
             if passes.device.type == "cuda":
                 torch.cuda.current_stream(passes.device).synchronize()  # before the staging is filled again
             work = partial(self._run_layers, staging.inputs, shape, layers, states is None, places, part)
@@ -298,8 +305,10 @@ class RangeDecoder:
         passes = self.passes
         seen = np.stack([rows.seen[name] for name in self.names])
         staging = passes.staging
-        if not staging.holds(shape.rows, shape.sessions, seen.size):
-            staging = Staging(passes.device, shape.rows, shape.sessions, seen.size)
+        counts = (rows.sessions[:, 2] - rows.sessions[:, 1]).tolist()
+        most = sum(mask_bytes(passes.limits, count, seen.shape[2]) for count in counts)
+        if not staging.holds(shape.rows, shape.sessions, most):
+            staging = Staging(passes.device, shape.rows, shape.sessions, most)
         inputs = staging.filled
         count = len(rows.tokens)
         inputs.tokens[:count] = np.where(rows.tokens < 0, self.model.blank, rows.tokens)
@@ -314,6 +323,10 @@ class RangeDecoder:
             )  # fmt: skip
             inputs.seen[byte : byte + own.size] = own.reshape(-1)
             byte += own.size
+            if passes.limits.by_place:
+                end = byte + 4 * seen.shape[2]
+                inputs.seen[byte:end].view(np.int32)[:] = rows.back[first]
+                byte = end
         for numbers in (inputs.tokens, inputs.positions, inputs.caches, inputs.slots):
             numbers[count : shape.rows] = 0  # padding writes to the waste slot
         inputs.sessions[:, len(rows.sessions) : shape.sessions] = 0

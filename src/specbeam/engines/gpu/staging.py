@@ -25,7 +25,8 @@ class Inputs(NamedTuple):
     # bytes of each kind of layer; of the session's source: first frame, number of frames
     sessions: Any
     # uint8[bytes] by session, kind of layer, row, slot: 0 if the slot is masked, otherwise 1, or the number in
-    # `ModelLimits.ranges` for the distance between row and slot
+    # `ModelLimits.ranges` for the distance between row and slot. With `ModelLimits.by_place` the mask of a session is
+    # followed by the position of each slot's token, four bytes each.
     seen: Any
 
 
@@ -36,8 +37,16 @@ class ModelLimits(NamedTuple):
     positions: int
     vocab: int
     # uint8[distances]: for each distance, 1 plus the index of its range of equal attention biases (see `Scores`); the last
-    # is for all larger distances. Empty without biases.
+    # is for all larger distances. Empty without biases by distance.
     ranges: Array
+    by_place: bool  # whether attention has biases by the position of a key; such models have one kind of layer
+
+
+@compiled
+def mask_bytes(model: ModelLimits, rows: int, slots: int) -> int:
+    """Return the bytes of `Inputs.seen` of a session with this number of rows and slots in a pass."""
+    own: int = rows * slots * len(model.windows)
+    return own + 4 * slots if model.by_place else own
 
 
 @compiled
@@ -122,6 +131,10 @@ def write_inputs(
             if len(model.ranges) > 0:
                 _name_ranges(look, trie.nodes[2, node], back, model.ranges)
             byte += extent
+    if model.by_place:
+        end = byte + 4 * extent
+        inputs.seen[byte:end].view(np.int32)[:] = back
+        byte = end
     return byte
 
 

@@ -43,6 +43,14 @@ def slots_back(feed: Feed, table: SlotPositions, extent: int) -> Int32[np.ndarra
     return back
 
 
+def places_of_slots(feed: Feed, table: SlotPositions, extent: int) -> Int32[np.ndarray, "n extent"]:
+    """Return the position of each slot's token, once for each row of a feed."""
+    known = min(extent, table.capacity)
+    places = np.zeros((len(feed), extent), dtype=np.int32)
+    places[:, :known] = table.slot_position[:known]
+    return places
+
+
 def visible_slots(feeds: list[Feed], width: int, extent: int) -> Bool[np.ndarray, "batch width extent"]:
     """Return which slots each row of a padded pass attends to; the rows of a session are aligned to the right.
 

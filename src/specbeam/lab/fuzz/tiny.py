@@ -34,6 +34,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
     "mistral": {"sliding_window": 5},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "bloom": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS},
     "mixtral": _EXPERTS,
     "falcon": {"alibi": False, "new_decoder_architecture": False, "multi_query": True},
@@ -78,7 +79,7 @@ def tiny_decoder(family: str, seed: int, **changes: Any) -> PreTrainedModel:
     """Return a decoder-only model in float32 with clearly different laws after different tokens."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **(_DECODER | _OWN.get(family, {}) | changes))
-    attention = "eager" if family == "gemma2" else "sdpa"
+    attention = "eager" if family in ("gemma2", "bloom") else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     return _sharpened(model)
 

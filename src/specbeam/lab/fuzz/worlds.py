@@ -198,7 +198,7 @@ WORLDS: dict[str, Callable[[], World]] = {
     "two tokens": lambda: _of_family("llama", vocab_size=2),
     "200,000 tokens": lambda: _of_family("llama", vocab_size=200_000, hidden_size=16, num_hidden_layers=1),
     **{family: lambda family=family: _of_family(family) for family in ("qwen3", "gemma2", "gpt2", "mistral")},  # type: ignore[misc]
-    **{family: lambda family=family: _of_family(family) for family in ("opt", "mixtral", "falcon", "phi")},  # type: ignore[misc]
+    **{family: lambda family=family: _of_family(family) for family in ("opt", "bloom", "mixtral", "falcon", "phi")},  # type: ignore[misc]
     "int8": lambda: _rounded("int8", None),
     "int4": lambda: _rounded("int4", None),
     "int8 drafts": lambda: _rounded("int8", "int8"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from specbeam.doors import HeadKind, is_integer, require
-from specbeam.engines import lacks_taps, layers_of
+from specbeam.engines import check_takes_heads, lacks_taps, layers_of
 from specbeam.errors import BadSetting
 from specbeam.models.heads import READ_OUTS
 
@@ -81,8 +81,10 @@ def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[
         usual: defaults of the kind of head.
         asked: values that override the defaults; None: the default.
 
-    Raises `BadSetting` if an option is unknown or invalid, or if the target does not have the taps.
+    Raises `BadSetting` if an option is unknown or invalid, or if the target does not have the taps; `NotSupported` for
+    targets that take no heads.
     """
+    check_takes_heads(target)
     known = {field.name for field in fields(HeadPlan)}
     if strange := [name for name in asked if name not in known]:
         raise BadSetting(f"{strange[0]} is not an option of a head; the options are {', '.join(sorted(known))}")

@@ -236,7 +236,7 @@ class CompiledHead:
             logits = np.empty((len(x), self.columns), dtype=np.float32)
             if len(x):
                 model = self.model
-                score_rows(x, model.last_norm, model.eps, model.head, logits, each[0].threads)
+                score_rows(x, model.last_norm, model.eps, model.head[:0], model.head, logits, each[0].threads)
         ends = np.cumsum([len(one) for one in nodes])[:-1]
         return np.split(of_all_tokens(self.model, logits), ends), passes
 
@@ -294,7 +294,7 @@ class CompiledHead:
         numbers = np.zeros(1, dtype=np.int64)
         seen = np.zeros((1, 1, 1), dtype=bool)
         cache = KeyValues(self.store.keys_by_panel, self.store.values_by_slot)
-        score = address_of(score_rows, floats, model.last_norm, model.eps, model.head, floats, 1)
+        score = address_of(score_rows, floats, model.last_norm, model.eps, model.head[:0], model.head, floats, 1)
         if isinstance(model, TrunkModel):
             feed = PairFeed(numbers, floats, numbers, numbers, seen)
             return address_of(pair_layers, floats, model, feed, numbers[None], cache, 1), 0, score

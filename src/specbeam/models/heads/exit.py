@@ -22,7 +22,7 @@ from specbeam.core.forest import Forest
 from specbeam.core.lm import checked_needs
 from specbeam.core.records import Needs, Scored
 from specbeam.core.session import CacheOwner
-from specbeam.engines.eligibility import layers_of
+from specbeam.engines.eligibility import check_has_trees, layers_of
 from specbeam.engines.kv.masks import Masks
 from specbeam.models.early_layers import last_norm, with_exit
 from specbeam.models.heads.arrays import PerNode, Rows
@@ -118,6 +118,7 @@ class ExitHead(Head):
             reached.append((given, dict(named)))
             raise _Reached
 
+        check_has_trees(self.target)
         config = self.target.config.get_text_config()
         masks = Masks(config, config._attn_implementation or "eager", self.target.dtype)
         handle = self.layer.register_forward_pre_hook(keep, with_kwargs=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specbeam.core.records import ExtraInputs
-from specbeam.engines.eligibility import layers_of
+from specbeam.engines.eligibility import check_has_trees, layers_of
 from specbeam.engines.kv.masks import Masks
 from specbeam.engines.kv.trie import AHEAD
 from specbeam.models.heads.arrays import AnchorRows, Anchors, Columns, PerNode, Rows
@@ -133,6 +133,7 @@ class StoredTrees:
         keys: tuple[Tensor, ...] = (),
         values: tuple[Tensor, ...] = (),
     ) -> None:
+        check_has_trees(target)
         config = target.config.get_text_config()
         self.target = target
         self.trees = trees

@@ -8,6 +8,7 @@ from torch import nn
 
 from specbeam.core.errors import BadHead, NotSupported, SpecbeamError
 from specbeam.core.lm import LM
+from specbeam.engines.eligibility import check_takes_heads
 from specbeam.engines.mapped import is_mapped
 from specbeam.models.engines import COMPILED
 from specbeam.models.heads.block import BlockHead
@@ -92,8 +93,9 @@ def read_head(source: "str | Path | nn.Module", target: "PreTrainedModel") -> He
         source: a folder, a hub id, a module, or "mtp" for the modules of multi-token prediction in the target's own files.
         target: the model that it was trained for.
 
-    Raises `MissingFile` or `BadHead`.
+    Raises `MissingFile` or `BadHead`; `NotSupported` for targets that take no heads.
     """
+    check_takes_heads(target)
     where = str(source)
     try:
         if is_own_modules(source):
