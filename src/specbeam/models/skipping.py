@@ -264,7 +264,7 @@ class SkippingLM(OnTargetsCache):
     @property
     def supports_runs(self) -> bool:
         """Whether compiled runs can take whole turns with these drafts; see also `is_settled`."""
-        return type(self) is SkippingLM and self.lm.supports_runs
+        return type(self) is SkippingLM and self.lm.supports_runs and isinstance(self.lm.runner, PackedPasses)
 
     @property
     def is_small(self) -> bool:

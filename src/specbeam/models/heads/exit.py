@@ -22,6 +22,7 @@ from specbeam.core.forest import Forest
 from specbeam.core.lm import checked_needs
 from specbeam.core.records import Needs, Scored
 from specbeam.core.session import CacheOwner
+from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.eligibility import check_has_trees, layers_of
 from specbeam.engines.kv.masks import Masks
 from specbeam.models.early_layers import last_norm, with_exit
@@ -201,7 +202,8 @@ class ExitLM(OnTargetsCache, HeadLM):
 
     @property
     def supports_runs(self) -> bool:
-        return self.target.supports_runs and type(self).extend is ExitLM.extend
+        is_compiled = self.target.supports_runs and isinstance(self.target.runner, PackedPasses)
+        return is_compiled and type(self).extend is ExitLM.extend
 
     @contextmanager
     def cache_for_steps(
