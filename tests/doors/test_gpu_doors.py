@@ -39,15 +39,14 @@ def test_ranked_rows_are_made_of_logits(model):
     assert found.ranked.tokens.tolist() == found.logits.topk(3).indices.sort().values.tolist()
 
 
-def test_what_it_does_not_have_is_refused(model):
+def test_what_no_engine_has_is_refused(model):
     lm = HuggingFaceLM(model, engine="gpu")
     root = Forest.rooted([4])
-    with pytest.raises(NotSupported, match=r"returns no hidden states.*engine='plain'"):
-        lm.extend([seat([3, 4])], [root], [Needs(hidden=True)])
-    with_context, with_vectors = seat([3, 4]), seat([-1, 4])
+    with pytest.raises(NotSupported, match="LlamaForCausalLM has 2 layers, so taps are numbers from 0 to 2"):
+        lm.extend([seat([3, 4])], [root], [Needs(taps=(3,))])
+    with_context = seat([3, 4])
     with_context.context = {lm: {"encoder_hidden_states": torch.zeros(1, 2, 32)}}
-    with_vectors.vectors = {lm: torch.zeros(1, 32)}
-    for one, message in ((with_context, "takes no context"), (with_vectors, "takes tokens only, not embedding rows")):
-        with pytest.raises(NotSupported, match=message):
-            lm.extend([one], [root])
+    with pytest.raises(NotSupported, match="encoder_hidden_states, which LlamaForCausalLM does not take"):
+        lm.extend([with_context], [root])
     assert lm.caches == []
+    assert lm.engine == "gpu"

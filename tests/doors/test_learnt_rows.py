@@ -246,10 +246,10 @@ def test_targets_that_cannot_take_them_refuse_them_by_name(monkeypatch):
         Decoder(TableLM([1 / 64] * 64)).add(session)
     with pytest.raises(NotSupported, match="the target is HuggingFaceLM with another model"):
         Decoder(HuggingFaceLM(tiny("llama", **OURS), engine="plain")).add(session)
-    on_gpu = SimpleNamespace()
-    assert "takes neither learned rows nor a prefix" in GpuPasses.refuses_extra_rows(on_gpu, pair.draft.extra_inputs)
+    on_gpu = SimpleNamespace(model=model)
     deep = replace(pair.draft.extra_inputs, layer=9)
     assert "has 2 layers" in pair.target.runner.refuses_extra_rows(deep)
+    assert "has 2 layers" in GpuPasses.refuses_extra_rows(on_gpu, deep)
     monkeypatch.setattr(pair.target.runner, "refuses_extra_rows", lambda inputs: "it is on a GPU")
     with pytest.raises(NotSupported, match="it is on a GPU"):
         Decoder(pair.target).add(session)

@@ -152,7 +152,7 @@ def test_hidden_states_are_behind_all_layers():
 def test_engines_that_run_all_layers_at_once_refuse():
     with pytest.raises(
         NotSupported,
-        match=r"need the compiled forward, rounded or not, or engine 'layers'.*early_layers",
+        match=r"need the compiled forward, rounded or not, the forward for GPUs, or engine='layers'.*early_layers",
     ):
         LiveLayers(target_of(engine="plain"), 2)
 

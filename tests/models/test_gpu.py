@@ -19,6 +19,7 @@ from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
 from specbeam.engines.gpu.graphs import FEW, CapturedGraphs, Graphs
 from specbeam.engines.gpu.kernels import Scores, activated, attended, normed, rotate_and_store
 from specbeam.engines.gpu.pages import PAGE, PagedStore
+from specbeam.engines.gpu.parts import WHOLE
 from specbeam.engines.gpu.products import rounded_matrix
 from specbeam.engines.gpu.staging import Inputs, Staging
 from specbeam.engines.torch.captured import MOST_GRAPHS
@@ -232,7 +233,7 @@ def test_graphs_read_the_staging_that_they_were_captured_with():
     own.inputs.seen.fill_(1)
     other.inputs.seen.fill_(2)
     decoder, store = GpuDecoder.__new__(GpuDecoder), PagedStore(1, 1, 8, torch.zeros(0))
-    decoder.forward = lambda inputs, shape, store: inputs.seen.float()[None]
+    decoder.forward = lambda inputs, shape, store, part: inputs.seen.float()[None]
     graphs = Graphs(decoder, store, own, capture=False)
     graphs.capture = Captor()
     shapes = [PassShape(rows, 1, rows, rows) for rows in range(1, 200)]
@@ -390,11 +391,12 @@ class StepByStep:
         runner, self.launched = self.runner, self.launched + 1
         with torch.inference_mode():
             self.logits[:size] = runner.decoder.forward(
-                runner.staging.inputs, PassShape(size, 1, size, size), runner.store
+                runner.staging.inputs, PassShape(size, 1, size, size), runner.store, self.part
             )
         return 0
 
-    def captured_for_steps(self, most):
+    def captured_for_steps(self, most, part=WHOLE):
+        self.part = part
         sizes = np.array([rounded_up(count) for count in range(most + 1)])
         return CapturedGraphs(np.stack([sizes, sizes, np.full_like(sizes, self.logits.data_ptr())]), 0, self.calls)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from specbeam.engines.arrays import Floats, LogitRows, States, Tapped, Vector
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import ExitLayer
+from specbeam.engines.cpu.layers import NO_ATTENTION, NO_INNER
 from specbeam.engines.cpu.sources import no_distances
 from specbeam.engines.eligibility import is_llama_like
 from specbeam.engines.kv.masks import SlotPositions, additive
@@ -71,6 +72,15 @@ class LayerDecoder:
         named = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         self.names = list(dict.fromkeys(named))
         self.kinds = np.array([self.names.index(name) for name in named])
+
+    def skipping(self, attention: Sequence[int], inner: Sequence[int]) -> "LayerDecoder":
+        """Return a forward with the same weights that skips some sublayers; see `CompiledDecoder.skipping`."""
+        kinds = self.kinds.copy()
+        kinds[list(attention)] |= NO_ATTENTION
+        kinds[list(inner)] |= NO_INNER
+        fewer = copy.copy(self)
+        fewer.kinds = kinds
+        return fewer
 
     def store(self) -> LayerStore:
         """Return a new KV store for this model."""
@@ -141,6 +151,13 @@ class LayerDecoder:
     def _on_device(self, x: Floats) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.embedding.device, self.embedding.dtype)
 
+    @torch.inference_mode()
+    def input_of(self, token: int, position: int) -> Vector:
+        """See `CompiledDecoder.input_of`."""
+        one = np.zeros(1, dtype=np.int64)
+        rows = Rows(one + token, one + position, one, one[:0].reshape(0, 3), {})
+        return _on_host(self._embedded(rows, _NO_VECTORS)[0])
+
     def _embedded(self, rows: Rows, vectors: Mapping[int, Vector]) -> Tensor:
         """Return the input of the first layer. Raises `IndexError` if the rows of negative tokens are not in `vectors`."""
         negative = rows.tokens < 0
@@ -166,7 +183,7 @@ class LayerDecoder:
 
         Args:
             places: the indices of these layers in the store.
-            kinds: their kinds of attention.
+            kinds: their kinds of attention, plus NO_ATTENTION or NO_INNER to skip a sublayer.
             taps: indices into `modules`; the number of modules stands for the output of the last one.
 
         Returns the output of the last layer, float[rows, hidden], and the inputs of the layers `taps`, concatenated.
@@ -185,19 +202,37 @@ class LayerDecoder:
             rotations = self.body.rotary_emb(states, positions)
             outputs = [states]  # the input of the first layer, then the output of each layer
             for module, place, kind in zip(modules, places, kinds, strict=True):
-                states = module(
-                    states,
-                    attention_mask=masks[kind],
-                    position_ids=positions,
-                    past_key_values=_At(store, place),
-                    use_cache=True,
-                    position_embeddings=rotations,
-                )
-                states = states[0] if isinstance(states, tuple) else states
+                arguments = {
+                    "attention_mask": masks[kind % NO_ATTENTION],
+                    "position_ids": positions,
+                    "past_key_values": _At(store, place),
+                    "use_cache": True,
+                    "position_embeddings": rotations,
+                }
+                if kind < NO_ATTENTION:
+                    after = module(states, **arguments)
+                    states = after[0] if isinstance(after, tuple) else after
+                else:
+                    states = _without_sublayers(module, kind, states, arguments)
                 outputs.append(states)
             found.append(states[0])
             tapped.append(torch.cat([outputs[tap][0] for tap in taps], 1) if taps else states[0, :, :0])
         return torch.cat(found), torch.cat(tapped)
+
+
+def _without_sublayers(module: Any, kind: int, states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    """Return the output of a Llama-like layer that skips its attention, its inner layer or both.
+
+    Args:
+        kind: NO_ATTENTION, NO_INNER or both.
+        arguments: of the attention.
+    """
+    if not kind & NO_ATTENTION:
+        mixed, _ = module.self_attn(hidden_states=module.input_layernorm(states), **arguments)
+        states = states + mixed
+    if not kind & NO_INNER:
+        states = states + module.mlp(module.post_attention_layernorm(states))
+    return states
 
 
 def _on_host(x: Tensor) -> Floats:

@@ -1,6 +1,7 @@
 """SCORE: causal language models of transformers; one pass scores the forests of many sessions."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ from specbeam.engines.cpu.cache import CpuCache, Drafting
 from specbeam.engines.cpu.cache_words import WORDS, KVType
 from specbeam.engines.cpu.decoder import TILED_FROM
 from specbeam.engines.cpu.passes import PackedPasses
+from specbeam.engines.eligibility import lacks_trees
 from specbeam.engines.families import family_of, kv_heads_of, positions_of
+from specbeam.engines.kv.cross import ReadsSources
 from specbeam.engines.kv.prefix import Beginning, KnownPrompts
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.packed import weights_in
@@ -136,6 +139,7 @@ class HuggingFaceLM:
         engine: the name of the engine that runs the model, from the table in models/engines.py.
         engine_note: a sentence with the reason if "auto" chose transformers' forward; "" otherwise.
         guard: allows one thread at a time.
+        shares_by_default: whether `share_from` was "auto".
         known_prompts: the cached beginnings of earlier prompts; None without prefix caching.
         further_draft: loads a draft model that a recipe takes as a setting; set by `load` on a target.
     """
@@ -160,6 +164,7 @@ class HuggingFaceLM:
         self._before_prompts: tuple[int, int | None] | None = None  # `chunk` and `share_from` before `remember_prompts`
         self.caches: list[list[Any]] = []  # the caches of the sessions in each row of the store
         self.engine, self.runner, self.engine_note = choose_engine(model, engine, self.caches, kv, shared)
+        self.shares_by_default = share_from == "auto"
         if share_from == "auto":
             share_from = None if self.engine in COMPILED else SHARE_FROM
         self.share_from = share_from
@@ -238,21 +243,38 @@ class HuggingFaceLM:
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why this model cannot provide these needs; "" if it can."""
-        if needs.exit_layer is not None and not isinstance(self.runner, PackedPasses):
+        if needs.exit_layer is not None and not self.runner.runs_ranges:
             return (
-                "an exit layer on the model's cache needs the compiled forward, rounded or not, or engine 'layers', and "
-                f"this model is run by engine {self.engine!r}"
+                f"an exit layer on the model's cache needs {WITH_RANGES}; this model is run by engine {self.engine!r}"
             )
         return self.runner.lacks(needs)
 
     def refuses(self, session: CacheOwner) -> str:
-        """Return the reason why this model cannot take a session's context, embeddings or extra rows; "" if it can."""
+        """Return the reason why this model cannot take a session's context, embeddings or extra rows; "" if it can.
+
+        If the forward for GPUs cannot, and transformers' forward can, that forward runs the model from now on.
+        """
+        why = self._refused_by(self.runner, session)
+        if not why or self.engine != "gpu" or isinstance(self.runner, ReadsSources) or lacks_trees(self.model):
+            return why
+        plain = PaddedPasses(self.model, self.caches, shared=self.shared)
+        if why_plain := self._refused_by(plain, session):
+            return why_plain
+        if self.caches:
+            return f"{why}, and the engine cannot change while texts are decoded"
+        warnings.warn(f"transformers' forward runs this {self.model_name} from now on: {why}", stacklevel=2)
+        self.engine = "plain"
+        self.runner = plain
+        return ""
+
+    def _refused_by(self, runner: Any, session: CacheOwner) -> str:
+        """Return the reason why passes cannot take the inputs of a session; see `refuses`."""
         context, vectors = self._extras_of(session)
-        if context is not None and (why := self.runner.refuses(context)):
-            return why
+        if context is not None and (why := runner.refuses(context)):
+            return str(why)
         inputs = self._extra_inputs_of(session)
-        if inputs is not None and (why := self.runner.refuses_extra_rows(inputs)):
-            return why
+        if inputs is not None and (why := runner.refuses_extra_rows(inputs)):
+            return str(why)
         rows = -min(min(session.prompt), 0)
         if vectors is None:
             return f"the prompt has embedding rows, and session.vectors has none for {self.model_name}" if rows else ""
@@ -261,12 +283,22 @@ class HuggingFaceLM:
         size = self.model.get_input_embeddings().weight.shape[1]
         if vectors.ndim != 2 or vectors.shape[1] != size:
             return f"vectors has shape {[*vectors.shape]}; {self.model_name} reads rows of {size}"
-        return "" if self.runner.takes_vectors else _NO_VECTORS
+        return (
+            ""
+            if runner.takes_vectors
+            else f"{self.model_name} is run by engine {self.engine!r}, which takes tokens only"
+        )
 
     @property
     def packed(self) -> PackedPasses:
         """The passes of this model; its engine must be the compiled forward or "layers"."""
         assert isinstance(self.runner, PackedPasses)
+        return self.runner
+
+    @property
+    def ranged(self) -> Any:
+        """The passes of this model, with the methods of `PackedPasses` for ranges of layers; its engine must run them."""
+        assert self.runner.runs_ranges
         return self.runner
 
     @property
@@ -293,8 +325,8 @@ class HuggingFaceLM:
     def extend_early(self, sessions: Sessions, forests: Forests, layers: int, needs: Needs = LOGITS) -> list[Scored]:
         """Score new nodes with the first `layers` layers on the model's cache; a later `extend` runs the other layers.
 
-        The forest of `extend` may lack nodes that these layers have scored; their slots are then freed. Only the compiled
-        forward and engine "layers" support this; see `LiveLayers` and `ExitLM`.
+        The forest of `extend` may lack nodes that these layers have scored; their slots are then freed. Engines
+        that run ranges of layers support this; see `LiveLayers` and `ExitLM`.
 
         Args:
             needs: needs of each row of sessions without parts; its exit layer runs after these layers.
@@ -304,7 +336,7 @@ class HuggingFaceLM:
         caches = [self._early_cache(session, layers, needs) for session in sessions]
         self._store_for_followers(caches)
         self._prefill(caches)
-        return self.packed.extend_early(caches, forests)
+        return self.ranged.extend_early(caches, forests)
 
     def _early_cache(self, session: CacheOwner, layers: int, needs: Needs) -> CpuCache:
         """Return the cache of a session that drafts with the first `layers` layers; see `extend_early`."""
@@ -313,7 +345,7 @@ class HuggingFaceLM:
             raise NotSupported(
                 "the target's first layers draft, and a part needs hidden states between the target's layers (taps)"
             )
-        cache: CpuCache = self._cache(session, asked)
+        cache = self._ranged_cache(session, self._cache(session, asked))
         if cache.early_layers not in (None, layers):
             raise NotSupported(f"the session already drafts with {cache.early_layers} layers, and not with {layers}")
         if cache.needs.exit_layer is not needs.exit_layer:
@@ -321,10 +353,19 @@ class HuggingFaceLM:
         cache.early_layers = layers
         return cache
 
+    def _ranged_cache(self, session: CacheOwner, cache: Any) -> CpuCache:
+        """Return a session's cache in the form that ranges of layers use, which replaces the given one."""
+        found: CpuCache = self.ranged.ranged(cache)
+        if found is not cache:
+            for other in cache.row_caches:
+                other.leader = found if other.leader is cache else other.leader
+            session.state[self] = found
+        return found
+
     def caches_before_roots(self, sessions: Sessions) -> list[Any]:
         """Store all tokens before the roots of these sessions, and return their caches, for passes on scratch slots.
 
-        Call this at the start of a turn, only for models run by the compiled forward; see `SkippingLM`.
+        Call this at the start of a turn, only for engines that run ranges of layers; see `SkippingLM`.
 
         Raises `NotSupported` if a session shares its row of the store, as the others might fill the same free slots.
         """
@@ -396,7 +437,12 @@ class HuggingFaceLM:
     def _cache_on_device(self, session: CacheOwner, fresh: int, more: int, needs: Needs) -> Iterator[Any]:
         """Yield a session's cache for runs with the engine for GPUs; None if a run cannot begin with it."""
         cache = self._cache(session, needs)
-        if needs != LOGITS or self.shares(session) or not self._is_stored_for_steps(cache, fresh):
+        is_plain = getattr(cache, "is_for_steps", False) and not getattr(cache, "takes_embeddings", False)
+        runs_all = hasattr(cache, "has_stale_rows")  # the caches of layer ranges are those of the engine for CPUs
+        if needs != LOGITS or not (is_plain and runs_all) or self.shares(session):
+            yield None
+            return
+        if not self._is_stored_for_steps(cache, fresh):
             yield None
             return
         with self.runner.runs.arrays(cache, fresh + more) as arrays:  # type: ignore[union-attr]
@@ -479,7 +525,7 @@ class HuggingFaceLM:
     @property
     def _takes_steps(self) -> bool:
         """Whether compiled steps can run passes of a single session."""
-        return not isinstance(self.runner, PaddedPasses) and getattr(self.runner, "takes_steps", True)
+        return bool(self.runner.takes_steps)
 
     def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
         """Update the counters and the session's cache after a run of `passes` passes.
@@ -573,6 +619,7 @@ class HuggingFaceLM:
             cache.namespace = getattr(session, "namespace", "")
             cache.recalled = getattr(session, "recalled", {})
             if needs.exit_layer is not None:
+                cache = self.ranged.ranged(cache)
                 cache.early_layers = needs.exit_layer.after
             cache.context, cache.vectors = self._extras_of(session)
             cache.take_extra_inputs(self._extra_inputs_of(session))
@@ -802,7 +849,9 @@ def _needs_a_pass(cache: Any, forest: Forest) -> bool:
     return trie.pending > 0 or forest.size > trie.known or bool(getattr(cache, "unfinished", 0))
 
 
-_NO_VECTORS = "the forward for GPUs takes tokens only, not embedding rows; use HuggingFaceLM(model, engine='plain')"
+WITH_RANGES = (
+    "the compiled forward, rounded or not, the forward for GPUs, or engine='layers'"  # engines that run ranges
+)
 
 
 def vocab_of(model: "PreTrainedModel") -> int:

@@ -3,10 +3,9 @@
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM, checked_needs
 from specbeam.core.records import Scored
-from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.kv.cross import ReadsSources
 from specbeam.models.early_layers import early_layers
-from specbeam.models.huggingface import EachNeeds, Forests, HuggingFaceLM, OnTargetsCache, Sessions
+from specbeam.models.huggingface import WITH_RANGES, EachNeeds, Forests, HuggingFaceLM, OnTargetsCache, Sessions
 
 
 class LiveLayers(OnTargetsCache):
@@ -16,8 +15,8 @@ class LiveLayers(OnTargetsCache):
     the same nodes. Slots of drafts outside the forest that the target scores are freed. In contrast, a model of
     `early_layers` has its own cache and works with every engine.
 
-    Raises `BadSetting` unless 1 <= layers < the model's number of layers, and `NotSupported` unless the model is run by
-    the compiled forward, rounded or not, or by engine "layers".
+    Raises `BadSetting` unless 1 <= layers < the model's number of layers, and `NotSupported` unless the model's engine runs
+    ranges of layers.
     """
 
     keeps_nodes = True
@@ -29,10 +28,10 @@ class LiveLayers(OnTargetsCache):
         total = lm.model.config.num_hidden_layers
         if not 1 <= layers < total:
             raise BadSetting(f"layers is {layers}; {name} has {total} layers: choose 1 to {total - 1}")
-        if not isinstance(lm.runner, PackedPasses):
+        if not lm.runner.runs_ranges:
             raise NotSupported(
-                f"drafts on the target's cache need the compiled forward, rounded or not, or engine 'layers'; {name} is run "
-                f"by engine {lm.engine!r}. early_layers(model, layers) takes every engine, but runs the first layers twice"
+                f"drafts on the target's cache need {WITH_RANGES}; {name} is run by engine {lm.engine!r}. "
+                "early_layers(model, layers) takes every engine, but runs the first layers twice"
             )
         self.target = lm
         self.layers = layers
@@ -62,5 +61,5 @@ def first_layers(lm: HuggingFaceLM, layers: int) -> LM:
         raise NotSupported(
             f"the first layers draft in decoder-only models, and {type(lm.model).__name__} has an encoder"
         )
-    is_live = isinstance(lm.runner, PackedPasses) and layers < lm.model.config.num_hidden_layers
+    is_live = lm.runner.runs_ranges and layers < lm.model.config.num_hidden_layers
     return LiveLayers(lm, layers) if is_live else early_layers(lm.model, layers)

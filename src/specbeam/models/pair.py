@@ -13,6 +13,7 @@ from specbeam.core.lm import LM
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.models.encoder_decoder import EncoderDecoderLM
+from specbeam.models.engines import MAPPING, check_engine
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.drafts import DraftOptions, check_draft_of_sources, draft_of, given_draft
 from specbeam.models.loading.further import FurtherDrafts
@@ -106,6 +107,7 @@ def load(
     device_map: Any = None,
     tensor_parallel: bool = False,
     kv: KVType | None = None,
+    engine: Literal["auto", "gpu", "compiled", "layers", "plain"] = "auto",
 ) -> Pair:
     """Load a target model, and optionally a draft model, with their tokenizer.
 
@@ -160,6 +162,12 @@ def load(
             texts. For the compiled forward on a CPU. The output has the law of the target with rounded keys and values, and
             reports state it. A draft that is the target with rounded weights stores them likewise. None: the engine's type,
             float32 on a CPU.
+        engine: runs the target and a draft model (docs/models.md has the families of each). "gpu" and "compiled" are
+            specbeam's forwards for GPUs and CPUs. "plain" is transformers' own forward, for any model, as captured graphs
+            on a GPU. "layers" calls the layers of a Llama, Mistral or Qwen2 one by one, on any device, which is slow.
+            "auto": the fastest of the first three that runs the model. Texts have the same law with each of them.
+            `quantize`, `compile`, `device_map` and `tensor_parallel` choose an engine themselves. A draft with rounded
+            weights has the engine of its rounding.
 
     Raises:
         BadSetting: an option is wrong.
@@ -170,8 +178,8 @@ def load(
         UnsupportedModel: a model cannot score a token tree, or does not generate text.
         BrokenLaw: a model's logits are NaN or infinite.
         VocabularyMismatch: draft and target have different tokens at the same ids.
-        NotSupported: a package is missing, the model cannot be rounded in this way, or its files hold weights that were
-            rounded in a way that cannot be read.
+        NotSupported: a package is missing, `engine` cannot run the model, the model cannot be rounded in this way, or its
+            files hold weights that were rounded in a way that cannot be read.
     """
     if isinstance(target, str) and target == "bundled":
         target = BUNDLED / "target"
@@ -183,6 +191,15 @@ def load(
     check_options(quantize_draft, share_from, "quantize_draft")
     check_is_model(draft)
     check_kv(kv)
+    check_engine(
+        engine,
+        {
+            "quantize": by_engine(quantize) is not None,
+            "compile": compile,
+            "device_map": device_map is not None,
+            "tensor_parallel": tensor_parallel,
+        },
+    )
     rounded_kv: KVType = kv or "float32"
     is_spread = device_map is not None or tensor_parallel
     if is_spread:
@@ -191,7 +208,8 @@ def load(
         tokenizer = check_before_spreading(target, draft, tokenizer, quantize_draft)
         target_model = spread_model(name_or_path(target), dtype, torch_device)
     else:
-        target_model = model_of(target, dtype, torch_device, quantize, device_map is None, device_map)
+        may_map = device_map is None and engine in MAPPING
+        target_model = model_of(target, dtype, torch_device, quantize, may_map, device_map)
     if reads_sources(target_model):
         check_draft_of_sources(target_model, draft, share_from)
         if is_spread:
@@ -199,7 +217,7 @@ def load(
     given = given_draft(draft, quantize_draft, quantize, target, target_model)
     draft_model = None
     if given.model is not None:
-        draft_model = model_of(given.model, dtype, torch_device, given.quantize, may_map=True)
+        draft_model = model_of(given.model, dtype, torch_device, given.quantize, may_map=engine in MAPPING)
     if tokenizer is None:
         tokenizer = target
     own_tokenizer = None if tokenizer is False else read_tokenizer(tokenizer)
@@ -212,9 +230,12 @@ def load(
     elif device_map is not None:
         target_lm = placed_language_model(target_model, check, share_from)
     else:
-        target_lm = language_model(target_model, check, by_engine(quantize), compile, share_from, rounded_kv)
-    target_lm.further_draft = FurtherDrafts(target_lm, own_tokenizer, target, dtype, torch_device, check, share_from)
-    options = DraftOptions(check, compile, share_from, probe, rounded_kv)
+        target_lm = language_model(
+            target_model, check, by_engine(quantize), compile, share_from, rounded_kv, engine=engine
+        )
+    further = FurtherDrafts(target_lm, own_tokenizer, target, dtype, torch_device, check, share_from, engine)
+    target_lm.further_draft = further
+    options = DraftOptions(check, compile, share_from, probe, rounded_kv, engine)
     draft_lm = draft_of(given, draft_model, target_lm, own_tokenizer, options, shared)
     models = [lm for lm in (target_lm, draft_lm) if isinstance(lm, HuggingFaceLM)]
     if compile and "torch" not in {lm.engine for lm in models}:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from jaxtyping import Int64
@@ -19,12 +19,12 @@ from specbeam.core.forest import Forest
 from specbeam.core.measure import saved_figures
 from specbeam.core.records import Needs, Scored, Turn
 from specbeam.core.session import CacheOwner, Session
-from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.scratch import ROWS
 from specbeam.engines.kv.cross import ReadsSources
 from specbeam.models.clasp import dispensable_layers
 from specbeam.models.huggingface import (
+    WITH_RANGES,
     CacheForSteps,
     EachNeeds,
     Forests,
@@ -37,6 +37,11 @@ from specbeam.models.made_up import made_up_prompt, made_up_rows
 from specbeam.models.skip_search import Found, SkipMemory, SkipSearch
 from specbeam.models.sublayers import Choice, Sublayers, alternate, choices_of, chosen, count_of
 
+if TYPE_CHECKING:
+    from specbeam.engines.cpu.cache import CpuCache
+    from specbeam.engines.gpu.cache import GpuCache
+
+LayerCache: TypeAlias = "CpuCache | GpuCache"  # of an engine that runs ranges of layers
 By = Literal["bayes", "random", "clasp", "exit"]
 MOST_PASSES = 64  # sets of sublayers whose passes are cached
 STREAM = 0x5155  # separates the random numbers of a search from the session's other ones
@@ -113,7 +118,7 @@ class Skips:
     stream: np.random.Generator = field(default_factory=np.random.default_rng)
     turns: int = 0
     measured_at: int | None = None
-    scratch: CpuCache | None = None
+    scratch: "LayerCache | None" = None
 
 
 class SkippingLM(OnTargetsCache):
@@ -125,7 +130,7 @@ class SkippingLM(OnTargetsCache):
     `rows` counts the rows.
 
     Args:
-        lm: the target, run by the compiled forward.
+        lm: the target, run by an engine that runs ranges of layers.
         settings: the skipped sublayers.
 
     Attributes:
@@ -134,7 +139,7 @@ class SkippingLM(OnTargetsCache):
         search_rows: number of rows that were computed to choose sublayers.
         memory: the results of searches; None without a search.
 
-    Raises `NotSupported` unless the model is run by the compiled forward and has enough layers for the ratio, and
+    Raises `NotSupported` unless the model's engine runs ranges of layers and it has enough layers for the ratio, and
     `BadSetting` if it lacks a sublayer.
     """
 
@@ -143,16 +148,18 @@ class SkippingLM(OnTargetsCache):
     def __init__(self, lm: HuggingFaceLM, settings: Skipping | None = None) -> None:
         if isinstance(lm.runner, ReadsSources):
             raise NotSupported(f"swift drafts with decoder-only models, and {lm.model_name} has an encoder")
-        if not isinstance(lm.runner, PackedPasses):
+        if not lm.runner.runs_ranges:
             raise NotSupported(
-                f"swift needs the compiled forward, and {lm.model_name} is run by engine {lm.engine!r}. The compiled "
-                "forward runs the families in docs/models.md on a CPU; elsewhere use a draft model or prompt_lookup"
+                f"swift needs {WITH_RANGES}, and {lm.model_name} is run by engine {lm.engine!r}; docs/models.md lists the "
+                "families of each engine. Use a draft model or prompt_lookup"
             )
         self.lm = self.target = lm
+        if lm.shares_by_default:
+            lm.share_from = None  # drafts use free slots, which sessions in one row of the store would share
         self.settings = Skipping() if settings is None else settings
         self.vocab = lm.vocab
         self.max_positions = lm.max_positions
-        self.layers = len(lm.runner.decoder.kinds)
+        self.layers = lm.model.config.num_hidden_layers
         self._check_share()
         self.passes = 0
         self.rows = 0
@@ -162,7 +169,7 @@ class SkippingLM(OnTargetsCache):
         self.memory = self._memory() if self.settings.searches else None
         self._first = self._first_skipped()
         self._first.check(self.layers)
-        self._passes: dict[Sublayers, PackedPasses] = {}
+        self._passes: dict[Sublayers, Any] = {}
 
     def _check_share(self) -> None:
         """Raise `NotSupported` if `ratio` amounts to less than one sublayer, or one layer for "clasp"."""
@@ -242,7 +249,7 @@ class SkippingLM(OnTargetsCache):
         self, session: CacheOwner, fresh: int, more: int = 0, needs: Needs = LOGITS
     ) -> Iterator[CacheForSteps | None]:
         """Yield the cache of a session's drafts as arrays for compiled steps; see `HuggingFaceLM.cache_for_steps`."""
-        if needs != LOGITS:
+        if needs != LOGITS or not self.lm.runner.takes_steps:
             yield None
             return
         self._begin([session])
@@ -250,14 +257,14 @@ class SkippingLM(OnTargetsCache):
         passes = self._passes_without(self.skipped(session))
         before = scratch.trie.stored
         with passes.arrays_for_steps(scratch, fresh + more) as arrays:
-            yield CacheForSteps(self, scratch, arrays)
+            yield None if arrays is None else CacheForSteps(self, scratch, arrays)
         self.rows += scratch.trie.stored - before
         self._count_scratch(session)
 
     @property
     def supports_runs(self) -> bool:
         """Whether compiled runs can take whole turns with these drafts; see also `is_settled`."""
-        return type(self) is SkippingLM and self.lm.supports_runs
+        return type(self) is SkippingLM and self.lm.supports_runs and isinstance(self.lm.runner, PackedPasses)
 
     @property
     def is_small(self) -> bool:
@@ -292,6 +299,7 @@ class SkippingLM(OnTargetsCache):
         """Yield a cache for the drafts of a run, with room for `nodes` nodes."""
         cache = session.state[self.lm]
         passes = self._passes_without(self.skipped(session))
+        assert isinstance(passes, PackedPasses)  # see `supports_runs`
         with passes.scratch_for_steps(cache, nodes) as arrays:
             yield None if self.shares(session) else arrays
         self.rows += int(arrays.numbers[ROWS])
@@ -337,16 +345,16 @@ class SkippingLM(OnTargetsCache):
             session.state[self] = found
         return found
 
-    def _scratch(self, session: CacheOwner) -> CpuCache:
+    def _scratch(self, session: CacheOwner) -> "LayerCache":
         scratch = self._skips(session).scratch
         assert scratch is not None
         return scratch
 
-    def _passes_without(self, skipped: Sublayers) -> PackedPasses:
+    def _passes_without(self, skipped: Sublayers) -> Any:
         if skipped not in self._passes:
             if len(self._passes) >= MOST_PASSES:
                 self._passes.pop(next(iter(self._passes)))
-            self._passes[skipped] = self.lm.packed.skipping(skipped.attention, skipped.inner)
+            self._passes[skipped] = self.lm.ranged.skipping(skipped.attention, skipped.inner)
         return self._passes[skipped]
 
     def _count_scratch(self, session: CacheOwner) -> None:
@@ -363,7 +371,7 @@ class SkippingLM(OnTargetsCache):
                 self._choose(session, skips, cache)
             skips.scratch = cache.scratch(cache.trie.scratch(_to_run_again(session, cache)))
 
-    def _choose(self, session: Session, skips: Skips, cache: CpuCache) -> None:
+    def _choose(self, session: Session, skips: Skips, cache: "LayerCache") -> None:
         """Choose the sublayers of a turn if a choice is due."""
         if self.settings.skip == "clasp":
             if skips.turns % (self.settings.every or 16) == 0:
@@ -371,7 +379,7 @@ class SkippingLM(OnTargetsCache):
         elif skips.found is not None and not skips.found.is_over(self.search):
             self._search_on(session, skips, skips.found, cache)
 
-    def _search_on(self, session: Session, skips: Skips, found: Found, cache: CpuCache) -> None:
+    def _search_on(self, session: Session, skips: Skips, found: Found, cache: "LayerCache") -> None:
         """Measure one set on the text so far, and use it if it is better than the present set.
 
         If the window has moved by half its length, the present set is measured again first.
@@ -399,7 +407,7 @@ class SkippingLM(OnTargetsCache):
         skips.skipped = chosen(found.best)
 
     def matchness(
-        self, cache: CpuCache, leaf: int, position: int, window: Int64[np.ndarray, " tokens"], skipped: Sublayers
+        self, cache: "LayerCache", leaf: int, position: int, window: Int64[np.ndarray, " tokens"], skipped: Sublayers
     ) -> float:
         """Return the share of a window's tokens that are the most likely ones for the model without these sublayers.
 
@@ -417,7 +425,7 @@ class SkippingLM(OnTargetsCache):
         cache.trie.count_scratch(trie)
         return float(np.mean(scored.logits.argmax(-1).numpy() == window[1:]))
 
-    def _by_states(self, session: Session, cache: CpuCache) -> Sublayers | None:
+    def _by_states(self, session: Session, cache: "LayerCache") -> Sublayers | None:
         """Return the layers whose removal changes the last state of the newest stored token least (`dispensable_layers`).
 
         None if the newest stored row is the first of the text or an embedding row, or if there is none.
@@ -435,10 +443,10 @@ class SkippingLM(OnTargetsCache):
         others.enter(Forest.rooted([0]).grown([token] * (count + 1), [0] * (count + 1)))
         feed = others.feed(count + 1)
         scratch = cache.scratch(others)
-        runner = self.lm.packed
+        runner = self.lm.ranged
         layers = dispensable_layers(
             lambda layer, states: runner.run_layer(scratch, feed.only(np.arange(len(states))), layer, states),
-            runner.decoder.embedding[token],
+            runner.input_of(token, int(trie.positions[leaf])),
             self.layers,
             count,
         )
@@ -472,7 +480,7 @@ class TimedDrafts:
         return seconds
 
 
-def _to_run_again(session: CacheOwner, cache: CpuCache) -> Int64[np.ndarray, " roots"]:
+def _to_run_again(session: CacheOwner, cache: "LayerCache") -> Int64[np.ndarray, " roots"]:
     """Return the roots that the target has stored and whose logits the drafter does not know."""
     trie = cache.trie
     stored = np.flatnonzero(trie.root_at < trie.stored)

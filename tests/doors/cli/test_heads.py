@@ -42,7 +42,7 @@ def target(monkeypatch):
     pair = sb.load(LlamaForCausalLM(config).eval())
     asked = []
 
-    def load(name, draft):
+    def load(name, draft, engine="auto"):
         asked.append(name)
         return pair
 
@@ -151,7 +151,7 @@ def test_the_options_of_a_window_reach_its_training(tmp_path, monkeypatch):
 
     monkeypatch.setattr("specbeam.lab.train.coral.train_coral", train_coral)
     pair = words.pair()
-    monkeypatch.setattr(train_commands, "quiet_load", lambda model, draft: {"target": pair}[model])
+    monkeypatch.setattr(train_commands, "quiet_load", lambda model, draft, engine: {"target": pair}[model])
     (tmp_path / "prompts.txt").write_text("abc\ncab\n")
     options = ["--depth", "2", "--enters", "4", "--variation", "0.25", "--epochs", "3", "--beams", "2", "--seed", "5"]
     places = ["-m", "target", "-f", str(tmp_path / "prompts.txt"), "-o", "taught", "--trees", "trees"]

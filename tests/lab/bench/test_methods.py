@@ -254,7 +254,7 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(tmp_path, monkeypatc
 
 
 def test_figures_are_printed_before_they_are_drawn(tmp_path, monkeypatch, capsys, lines):
-    monkeypatch.setattr("specbeam.doors.cli.widening.grown_pair", lambda *given: words.pair())
+    monkeypatch.setattr("specbeam.doors.cli.widening.grown_pair", lambda *given, **options: words.pair())
     monkeypatch.setattr("specbeam.lab.bench.methods.measure", lambda *given: lines)
 
     def broken(lines, path):

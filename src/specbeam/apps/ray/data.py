@@ -29,7 +29,7 @@ class Decode:
         method, settings: a recipe by name, and its settings as NAME=VALUE; None: the pair's default, as in `generate`.
         id_column, prompt_column: the columns that are read. Each row needs an id, because blocks have no row numbers.
         seed, batch_size: see `jobs.answering.Work`.
-        device, dtype, quantize: see `specbeam.load`.
+        device, dtype, quantize, engine: see `specbeam.load`.
         options: options of `specbeam.generate`; the column "settings" of a row overrides them.
 
     Raises:
@@ -49,11 +49,12 @@ class Decode:
         device: str | None = None,
         dtype: str = "auto",
         quantize: Any = None,
+        engine: Any = "auto",
         **options: Any,
     ) -> None:
         if id_column != "id" and id_column in ANSWER_COLUMNS:
             raise BadSetting(f"id_column is {id_column!r}, which is a column of answers; rename the column")
-        pair = load(target, draft, device=device, dtype=dtype, quantize=quantize)
+        pair = load(target, draft, device=device, dtype=dtype, quantize=quantize, engine=engine)
         self.columns = Columns(id=id_column, prompt=prompt_column)
         chosen = usual_method(pair, settings) if method is None else method_from(method, settings)
         self.work = work_of(pair, chosen, seed, batch_size, options)

@@ -110,6 +110,7 @@ def load_pair(config: ServerConfig) -> Pair:
     model_logging.disable_progress_bar()
     quantize: Any = config.quantize
     kv: Any = config.kv
+    engine: Any = config.engine
     return load_by_name(
         config.model,
         config.draft,
@@ -117,6 +118,7 @@ def load_pair(config: ServerConfig) -> Pair:
         share_from=None,
         tensor_parallel=config.tensor_parallel,
         kv=kv,
+        engine=engine,
     )
 
 

@@ -52,7 +52,7 @@ def acceptance(given: AcceptanceArguments) -> int:
 
     check_options(given.options)
     texts = spread(texts_of(given.texts, given.file), given.rows)
-    pair = quiet_load(given.model, given.draft)
+    pair = quiet_load(**given.pair)
     measured = measure(pair, texts, given.children, given.seed, **given.options)
     if given.json:
         print_records([measured])
@@ -86,7 +86,7 @@ def efficiency(given: EfficiencyArguments) -> int:
     check_options(given.options)
     check_budgets(given.budget)
     reported, choosing = halves(spread(texts_of(given.texts, given.file), 2 * given.rows))
-    pair = quiet_load(given.model, given.draft)
+    pair = quiet_load(**given.pair)
     console = Screen(stderr=True)
 
     def on_progress(cell: "TreeCell") -> None:

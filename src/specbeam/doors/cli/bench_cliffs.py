@@ -64,7 +64,7 @@ def cliffs(given: CliffsArguments) -> int:
         kinds=_words("--prompts", given.older or given.kinds, KINDS),
     )
     given.require_positive("rows", "repeats", "max_new_tokens")
-    pair = grown_pair(given.model, given.draft, GrownSizes(given.grow))
+    pair = grown_pair(given.model, given.draft, GrownSizes(given.grow), engine=given.engine)
     origin = provenance() | {"vocabulary": str(pair.target.vocab)}
     cells: list[SpeedCell] = []
     with progress_bar() as progress:

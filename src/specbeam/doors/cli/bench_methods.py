@@ -61,7 +61,7 @@ def methods(given: MethodsBenchArguments) -> int:
     if any(task.metric == "BLEU" for task in tasks):
         check_bleu()
     compared = contenders(given.beams, given.depth, given.threshold)
-    loaded = grown_pair(given.model, given.draft, GrownSizes(given.grow))
+    loaded = grown_pair(given.model, given.draft, GrownSizes(given.grow), engine=given.engine)
     lines = []
     with progress_bar() as progress:
         for task in tasks:

@@ -8,6 +8,7 @@ import typer
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import in_one_line, print_json
 from specbeam.doors.cli.options import (
+    Engine,
     Grow,
     GrowVocab,
     Json,
@@ -32,6 +33,7 @@ class PassesArguments(Record):
     grow: Grow = None
     grow_vocab: GrowVocab = None
     quantize: QuantizeTarget = None
+    engine: Engine = "auto"
     rows: PassRows = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128]
     beams: Annotated[
         list[int],
@@ -95,10 +97,12 @@ def _model(given: PassesArguments, needed: int) -> "tuple[HuggingFaceLM, str]":
     from specbeam.models.pair import load
 
     quantize: Any = given.quantize
-    pair = grown_pair(given.model, None, given.make(GrownSizes), quantize)
+    pair = grown_pair(given.model, None, given.make(GrownSizes), quantize, engine=given.engine)
     target = pair.forgetful_target
     own = target.max_positions
     if own is None or own >= needed:
         return target, "the model's own"
     longer = with_positions(pair.target_model, needed)
-    return load(longer, quantize=quantize).forgetful_target, f"{needed:,}, for timing only; the model's own are {own:,}"
+    engine: Any = given.engine
+    timed = load(longer, quantize=quantize, engine=engine).forgetful_target
+    return timed, f"{needed:,}, for timing only; the model's own are {own:,}"

@@ -55,7 +55,7 @@ def specbench(given: SpecBenchArguments) -> int:
         if method.beams > 1 and given.temperature == 0 and not method.search:
             raise BadSetting(f"{name} draws beams, and at temperature 0 all beams are equal; give --temperature 1")
     asked = read_questions(given.questions, given.each)
-    pair = quiet_load(given.model, given.draft)
+    pair = quiet_load(**given.pair)
     clock = time.process_time if given.processor_time else time.perf_counter
     settings = SpecBenchSettings(given.seed, given.max_new_tokens, given.temperature)
     with ProgressBar() as bar:

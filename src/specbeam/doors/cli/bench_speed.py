@@ -105,7 +105,9 @@ def _pair(given: SpeedArguments) -> "Pair":
     from specbeam.doors.cli.widening import GrownSizes, grown_pair
     from specbeam.doors.sources import hears
 
-    pair = grown_pair(given.model, given.draft, given.make(GrownSizes), given.quantize, sources=True)
+    pair = grown_pair(
+        given.model, given.draft, given.make(GrownSizes), given.quantize, sources=True, engine=given.engine
+    )
     if hears(pair):
         raise NotSupported(
             f"bench speed is for models of text, and {type(pair.target_model).__name__} reads audio; give another model "

@@ -47,7 +47,7 @@ def chat(given: ChatArguments) -> int:
     if given.url is not None:
         speaker = ServerSpeaker(given.url, given.key)
     else:
-        pair = quiet_load(given.model, given.draft, quantize=given.quantize)
+        pair = quiet_load(**given.pair, quantize=given.quantize)
         speaker = PairSpeaker(pair, given.model, template)
     options = ChatOptions(given.method or "", tuple(given.setting), decoding, given.seed)
     Chat(speaker, options, console, lambda: console.input("[bold]>[/bold] "), given.system).run()

@@ -95,7 +95,7 @@ def _compare(given: ComparedArguments) -> int:
         raise BadPrompt("there is no prompt; give one as an argument, with --prompt or --file, or on standard input")
     check_options({"max_new_tokens": given.max_new_tokens})
     method_from("speculative_beam_search", [f"beams={given.beams}", *given.setting])
-    pair = quiet_load(given.model, given.draft, dtype=given.dtype)
+    pair = quiet_load(**given.pair, dtype=given.dtype)
     methods = _methods(pair, given.beams, given.setting)
     sources = sources[: given.rows]
     runs = _runs(pair, [source.text for source in sources], methods, given)

@@ -12,6 +12,7 @@ from specbeam.doors.cli.common import check_options, method_from, print_json, pr
 from specbeam.doors.cli.generate import gather
 from specbeam.doors.cli.options import (
     DemoPrompts,
+    Engine,
     Json,
     Model,
     PairArguments,
@@ -50,6 +51,7 @@ class PerplexityArguments(Record):
         ),
     ]
     model: Model = "bundled"
+    engine: Engine = "auto"
     ended: Annotated[
         bool, typer.Option("--ended", help="Outputs given as text are complete: score their end token too.")
     ] = False
@@ -82,7 +84,7 @@ def same_beams(given: SameBeamsArguments) -> int:
     check_options(given.options, given.batch_size)
     from specbeam.lab.evaluate.same_beams import differences
 
-    pair = quiet_load(given.model, given.draft)
+    pair = quiet_load(**given.pair)
     texts = [source.text for source in sources]
     found = differences(pair, texts, method, given.seed, given.batch_size, **given.options)
     for difference in found:
@@ -112,7 +114,7 @@ def perplexity(given: PerplexityArguments) -> int:
     from specbeam.lab.evaluate.perplexity import perplexity as score
     from specbeam.lab.evaluate.task import bleu, check_bleu, exact_match
 
-    pair = quiet_load(given.model, None, sources=True)
+    pair = quiet_load(given.model, None, sources=True, engine=given.engine)
     table = Table("outputs", box=None, pad_edge=False)
     heads = ("number", "perplexity", "95 %", "by token", "tokens each", "distinct-2", "repeated", "BLEU", "exact match")
     for head in heads:
@@ -149,7 +151,7 @@ def theory(given: TheoryArguments) -> int:
 
     check_options(given.options)
     texts = spread(texts_of(given.prompts or [], given.file), given.rows)
-    pair = quiet_load(given.model, given.draft)
+    pair = quiet_load(**given.pair)
     console = Screen(stderr=True)
 
     def on_progress(row: "TheoryRow") -> None:

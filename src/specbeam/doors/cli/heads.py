@@ -7,7 +7,7 @@ import typer
 
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import print_json, quiet_load
-from specbeam.doors.cli.options import Json
+from specbeam.doors.cli.options import Engine, Json
 from specbeam.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class HeadArguments(Record):
             help="Target: a path, a hub id, or 'bundled'; by default the target named in the head's files.",
         ),
     ] = None
+    engine: Engine = "auto"
     probe: Annotated[
         bool, typer.Option(help="Try the head under several readings of its files, on text of the target.")
     ] = True
@@ -44,7 +45,7 @@ def inspect(given: HeadArguments) -> int:
     if not is_head(path):
         raise BadSetting(f"{path} is not a draft head of a known format; docs/heads.md lists the formats")
     stated = _stated_target(path)
-    pair = quiet_load(given.model or _named(stated, path), None)
+    pair = quiet_load(given.model or _named(stated, path), None, engine=given.engine)
     head = read_head(path, pair.target_model)
     found = _probed(head, pair) if given.probe else None
     about = _about(head, pair, stated)

@@ -44,7 +44,7 @@ def inspect(given: InspectArguments) -> int:
     from specbeam.doors import render
     from specbeam.generation import turns_of
 
-    pair = quiet_load(given.model, given.draft, sources=True)
+    pair = quiet_load(**given.pair, sources=True)
     options: Any = given.options
     turns = list(turns_of(pair, sources[0].text, method, seed=given.seed, **options))
     if not 1 <= given.turn <= len(turns):

@@ -52,6 +52,15 @@ def _use_threads(count: int | None) -> int | None:
     return count
 
 
+def _known_engine(engine: str | None) -> str | None:
+    """Return the name of an engine. Raises `BadSetting` if users cannot choose it, before any model is loaded."""
+    if engine not in (None, "auto"):
+        from specbeam.models.engines import check_engine
+
+        check_engine(engine, {})
+    return engine
+
+
 def files_to_read(help: str, *flags: str) -> Any:
     """Return an option for input files; each must exist."""
     return typer.Option(*flags, help=help, callback=existing_files)
@@ -141,6 +150,14 @@ Quantize = Annotated[
         "others (docs/quantised.md). Texts then have the law of the rounded model."
     ),
 ]
+Engine = Annotated[
+    str,
+    typer.Option(
+        help="Engine of the models: 'gpu' or 'compiled' (specbeam's forwards for GPUs and CPUs), 'plain' (transformers' "
+        "own), 'layers'; by default the fastest that fits (docs/models.md).",
+        callback=_known_engine,
+    ),
+]
 KeysAndValues = Annotated[
     str | None,
     typer.Option(
@@ -190,6 +207,12 @@ class PairArguments(Record):
 
     model: Model = "bundled"
     draft: Draft = None
+    engine: Engine = "auto"
+
+    @property
+    def pair(self) -> dict[str, Any]:
+        """The arguments of `quiet_load` that name the models and their engine."""
+        return self.named("model", "draft", "engine")
 
 
 class LoadArguments(PairArguments):

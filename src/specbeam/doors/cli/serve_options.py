@@ -29,6 +29,10 @@ MODELS = {
     "draft": Draft,
     "quantize": QuantizeTarget,
     "kv": KeysAndValues,
+    "engine": option(
+        Text,
+        "Engine of the models: 'gpu', 'compiled', 'plain' or 'layers'; by default the fastest that fits (docs/models.md).",
+    ),
     "tensor_parallel": TensorParallel,
     "name": option(Text, "Name of the model in requests; by default that of --model."),
     "chat_template": option(Text, "File with a chat template, for a model without one."),

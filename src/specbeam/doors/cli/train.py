@@ -11,7 +11,7 @@ import typer
 
 from specbeam.doors.cli.arguments import Record, add_command, given_options, group, parameter, parameter_of
 from specbeam.doors.cli.common import print_records, quiet_load
-from specbeam.doors.cli.options import Json, Model, Threads, folder_to_write
+from specbeam.doors.cli.options import Engine, Json, Model, Threads, folder_to_write
 from specbeam.doors.options.head_kinds import DRAFT_SCHEDULE, HEAD_KINDS, HEAD_SCHEDULE, WINDOW_KIND, HeadKind
 from specbeam.doors.options.table import OPTIONS
 from specbeam.doors.prompts import read, spread
@@ -45,6 +45,7 @@ class TrainingArguments(Record):
 
     out: Annotated[Path, folder_to_write("Output folder; an interrupted training resumes from it.", "--out", "-o")]
     model: Model = "bundled"
+    engine: Engine = "auto"
     data: Annotated[
         list[Path],
         typer.Option(
@@ -283,7 +284,7 @@ def _run(
     prompts = [row.prompt for file in options.data for row in read(str(file), columns=columns)]
     if options.rows is not None:
         prompts = spread(prompts, options.rows)
-    target = quiet_load(options.model, None)
+    target = quiet_load(options.model, None, engine=options.engine)
     with training_bar() as progress:
         bars: dict[str, Any] = {}
 

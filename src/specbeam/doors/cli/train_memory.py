@@ -7,7 +7,7 @@ import typer
 
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import print_records, quiet_load
-from specbeam.doors.cli.options import Json, Model, Threads, files_to_read, folder_to_write
+from specbeam.doors.cli.options import Engine, Json, Model, Threads, files_to_read, folder_to_write
 from specbeam.doors.cli.train import TrainingSeed, training_bar
 from specbeam.errors import BadSetting
 
@@ -24,6 +24,7 @@ class MemoryArguments(Record):
 
     out: Annotated[Path, folder_to_write("Output folder; an interrupted training resumes from it.", "--out", "-o")]
     model: Model = "bundled"
+    engine: Engine = "auto"
     data: Annotated[
         list[Path],
         files_to_read(
@@ -108,7 +109,7 @@ def train_memory(given: MemoryArguments) -> int:
 
     if not given.data:
         raise BadSetting("--data is missing; give a file of long texts similar to later ones")
-    target = quiet_load(given.model, None)
+    target = quiet_load(given.model, None, engine=given.engine)
     documents = read_documents(given.data, target.tokenizer, given.prompt_weight)
     with training_bar() as progress:
         bar = progress.add_task("steps", total=None)

@@ -8,7 +8,7 @@ import typer
 from specbeam.core.whole_files import write_whole
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import complain, method_from, quiet_load
-from specbeam.doors.cli.options import Device, Draft, KeysAndValues, QuantizeTarget, Settings
+from specbeam.doors.cli.options import Device, Draft, Engine, KeysAndValues, QuantizeTarget, Settings
 from specbeam.errors import BadAudio, BadSetting, MissingFile
 
 ENDINGS = {"text": "txt", "json": "json", "verbose_json": "json", "srt": "srt", "vtt": "vtt"}
@@ -104,6 +104,7 @@ class TranscribeArguments(Record):
     device: Device = None
     quantize: QuantizeTarget = None
     kv: KeysAndValues = None
+    engine: Engine = "auto"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -125,8 +126,10 @@ def transcribe(given: TranscribeArguments) -> int:
     files = given.audio
     targets = [] if given.output is None else _targets(files, given.output, given.format)
     readable = [number for number, file in enumerate(files) if _is_readable(file)]
-    loaded = given.named("device", "quantize", "kv")
-    if not readable and not any(loaded.values()):  # otherwise load the model, to check these options
+    loaded = given.named("device", "quantize", "kv", "engine")
+    if not readable and not any(
+        given.named("device", "quantize", "kv").values()
+    ):  # otherwise load the model, to check these options
         return 1
     pair = quiet_load(given.model, given.draft, sources=True, **loaded)
     failed = len(files) - len(readable)

@@ -81,7 +81,7 @@ def tune(given: TuneArguments) -> int:
     texts = _prompts(given.model, given.prompt, given.file)
     if given.skip_ratio is not None and not texts:
         raise BadSetting("--skip-ratio needs prompts; give --file")
-    pair = quiet_load(given.model, given.draft)
+    pair = quiet_load(**given.pair)
     models = {"target": pair.forgetful_target} | ({"draft": pair.draft} if _is_model(pair.draft) else {})
     measured = Measured(
         {name: {context: _cost_curve(lm, context) for context in given.context} for name, lm in models.items()},

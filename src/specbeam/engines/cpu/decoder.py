@@ -362,6 +362,14 @@ class CompiledDecoder:
             place=place,
         )
 
+    def input_of(self, token: int, position: int) -> Vector:
+        """Return the input of the first layer for a token."""
+        one = np.zeros(1, dtype=np.int64)
+        found: Vector = self._embedded(Rows(one + token, one + position, one, one[:0].reshape(0, 3), {}), _NO_VECTORS)[
+            0
+        ]
+        return found
+
     def _embedded(self, rows: Rows, vectors: Mapping[int, Vector]) -> States:
         """Return the input of the first layer; raise `IndexError` for negative tokens whose rows `vectors` lacks."""
         negative = rows.tokens < 0

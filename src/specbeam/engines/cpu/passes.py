@@ -27,6 +27,7 @@ from specbeam.engines.eligibility import lacks_taps
 from specbeam.engines.kv.cache import Logits, Nodes, hand_out
 from specbeam.engines.kv.late import LateRows, late_rows
 from specbeam.engines.kv.masks import Masks
+from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.kv.trie import Feed
 
@@ -46,7 +47,7 @@ class PackedPasses:
 
     most_rows_in_steps = 1 << 30  # rows of a pass in compiled steps: no limit
 
-    def __init__(self, model: "PreTrainedModel", decoder: Any, caches: list[CpuCache]) -> None:
+    def __init__(self, model: "PreTrainedModel", decoder: Any, caches: list[list[Any]]) -> None:
         self.model = model
         self.decoder = decoder
         self.caches = caches
@@ -74,6 +75,11 @@ class PackedPasses:
         return fewer
 
     takes_vectors = True
+    runs_ranges = True  # whether ranges of layers, exit layers and passes without some sublayers can run
+
+    def ranged(self, cache: CpuCache) -> CpuCache:
+        """Return a session's cache in the form that ranges of layers use: the same one."""
+        return cache
 
     @property
     def takes_steps(self) -> bool:
@@ -86,7 +92,7 @@ class PackedPasses:
 
     def refuses(self, context: object) -> str:
         """Return the reason why these passes refuse a context: they take tokens only."""
-        return "the compiled forward takes no context besides tokens; use HuggingFaceLM(model, engine='plain')"
+        return "the compiled forward takes no context besides tokens; load the model with engine='plain'"
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why these passes cannot provide `needs`; "" if they can."""
@@ -216,14 +222,19 @@ class PackedPasses:
         self.exit_layers[made.place] = ref(made)
         return made
 
-    def run_layer(self, cache: CpuCache, feed: Feed, layer: int, states: States) -> States:
+    def input_of(self, token: int, position: int) -> Vector:
+        """Return the input of the first layer for a token."""
+        found: Vector = self.decoder.input_of(token, position)
+        return found
+
+    def run_layer(self, cache: RowMember, feed: Feed, layer: int, states: States) -> States:
         """Return the output of one layer for the rows of a feed, given its input; its keys and values are stored."""
         ((after, _),) = self._forward([cache], [feed], slice(layer, layer + 1), states)
         return after
 
     def _forward(
         self,
-        caches: list[CpuCache],
+        caches: Sequence[RowMember],
         feeds: list[Feed],
         layers: "slice | ExitLayer",
         states: States | None = None,
@@ -240,7 +251,7 @@ class PackedPasses:
         """
         tries = [cache.trie for cache in caches]
         extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
-        self.store.reserve(len(self.caches), extent)
+        self._reserve(caches, extent)
         starts = [*accumulate((len(feed) for feed in feeds), initial=0)]
         sessions = np.array([(cache.row, *ends) for cache, ends in zip(caches, pairwise(starts), strict=True)])
         tokens, positions, slots = (
@@ -260,7 +271,7 @@ class PackedPasses:
         for one in entering:
             entries[one.places.numpy()] = one.layer
         vectors = {
-            start + place: cache.vector_of(int(feed.tokens[place])).float().numpy()
+            start + place: cache.vector_of(int(feed.tokens[place])).float().cpu().numpy()
             for cache, feed, start in zip(caches, feeds, starts, strict=False)
             for place in np.flatnonzero(feed.tokens < 0).tolist()
             if entries[start + place] == 0
@@ -276,7 +287,11 @@ class PackedPasses:
                 found, tapped = self.decoder.forward(rows, self.store, vectors, layers, states, taps)
         return [(found[start:end], tapped[start:end]) for start, end in pairwise(starts)]
 
-    def _with_context(self, rows: Rows, caches: list[CpuCache]) -> Rows:
+    def _reserve(self, caches: Sequence[RowMember], extent: int) -> None:
+        """Make room in the store for `extent` slots of each of these caches."""
+        self.store.reserve(len(self.caches), extent)
+
+    def _with_context(self, rows: Rows, caches: Sequence[RowMember]) -> Rows:
         """Return the rows of a pass with the sources that they attend to."""
         return rows
 

@@ -18,6 +18,7 @@ from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.sources import Sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.kv.cross import CrossPanels, ReadsSources
+from specbeam.engines.kv.member import RowMember
 from specbeam.engines.source import Source, grouped, in_line
 from specbeam.engines.torch.source_passes import plain_logits
 
@@ -30,8 +31,9 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
 
     cross: CrossPanels
     decoder: CompiledDecoder
+    runs_ranges = False
 
-    def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder, caches: list[CpuCache]) -> None:
+    def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder, caches: list[list[Any]]) -> None:
         super().__init__(model, decoder, caches)
         self.cross = self._new_cross()
         self.readers = []
@@ -99,13 +101,13 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
     def plain_logits(self, states: torch.Tensor, path: list[int]) -> torch.Tensor:
         return plain_logits(self.model, states, path)
 
-    def _sources_of(self, caches: Sequence[CpuCache]) -> Sources:
+    def _sources_of(self, caches: Sequence[RowMember]) -> Sources:
         return self._all_sources(np.array([cache.source_row for cache in caches], dtype=np.int64))
 
     def _all_sources(self, rows: Int64[np.ndarray, " sessions"]) -> Sources:
         return Sources(self.cross.keys, self.cross.values, np.array(self.cross.lengths, dtype=np.int64), rows)
 
-    def _with_context(self, rows: Rows, caches: list[CpuCache]) -> Rows:
+    def _with_context(self, rows: Rows, caches: Sequence[RowMember]) -> Rows:
         return replace(rows, sources=self._sources_of(caches))
 
     def _context_for_steps(self, cache: CpuCache) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """A session's cache in a model on a GPU: its trie, and the turn's logits, which passes copy to the host."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -9,10 +10,11 @@ import torch
 from specbeam.core.compiling.compiler import AVAILABLE, Array, borrowed, compiled
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.passes import extend
-from specbeam.core.records import Turn
+from specbeam.core.records import Scored, Turn
 from specbeam.engines.arrays import Integers
+from specbeam.engines.gpu.parts import HiddenRows
 from specbeam.engines.gpu.staging import Inputs, ModelLimits, check_nodes, write_inputs
-from specbeam.engines.kv.cache import Logits, Nodes
+from specbeam.engines.kv.cache import Logits, Nodes, hand_out
 from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.steps import SIZE, STORED, Trie, enter
 from specbeam.engines.kv.trie import KVTrie
@@ -28,22 +30,68 @@ class GpuCache(RowMember):
     """A session's cache in a model on a GPU. Returned logits are valid until the turn after the next begins.
 
     Args:
-        pinned: whether logits are in pinned memory, which the GPU writes directly.
+        vocab: number of logits.
+        like: a tensor with the dtype and device of hidden states.
+        width_of: returns the width of the hidden states of a column; see `Needs.columns`.
+        trie: None: a new one for the prompt.
 
     Attributes:
         answered: number of forest nodes whose logits were returned in this turn.
-        outputs: float32[room, vocab], logits on the host by forest node.
+        outputs: float32[room, vocab], logits on the host by forest node, in memory that the GPU writes directly.
+        hidden: hidden states on the device by forest node, if a part of the session needs them.
     """
 
-    def __init__(self, row: int, prompt: list[int], vocab: int, pinned: bool) -> None:
+    def __init__(
+        self,
+        row: int,
+        prompt: list[int],
+        vocab: int,
+        like: torch.Tensor,
+        width_of: Callable[[int], int],
+        trie: KVTrie | None = None,
+    ) -> None:
         super().__init__(row, prompt)
         self.answered = 0
-        self.trie = KVTrie(prompt)
+        self.trie = KVTrie(prompt) if trie is None else trie
         self.has_stale_rows = False  # whether runs have moved the roots without their logits
-        self._pinned = pinned
+        self.hidden = HiddenRows(like)
+        self._like = like
+        self._width_of = width_of
+        self._pinned = like.device.type == "cuda"
         self._first_rows = max(1, min(FIRST_ROWS, FIRST_BYTES // (4 * vocab)))
         self.outputs = self._room(self._first_rows, vocab)
         self._next = self._room(0, vocab)
+        self._scratches: list[GpuCache] = []
+
+    def scratch(self, trie: KVTrie) -> "GpuCache":
+        """Return a cache with its own trie in the same row of the store, for passes that leave this cache unchanged.
+
+        Its logits are valid until the next scratch cache but one is made: two take turns, because allocating pinned memory
+        is slow.
+
+        Args:
+            trie: uses slots that are free in this cache; see `KVTrie.scratch` and `KVTrie.before`.
+        """
+        if len(self._scratches) < 2:
+            vocab = self.outputs.shape[1]
+            self._scratches.append(GpuCache(self.row, self.prompt, vocab, self._like, self._width_of, trie))
+        else:
+            self._scratches.reverse()
+        found = self._scratches[-1]
+        found.row = self.row
+        found.trie = trie
+        found.answered = 0
+        return found
+
+    @property
+    def takes_embeddings(self) -> bool:
+        """Whether some rows of the session may have embeddings instead of tokens."""
+        return self.extra_inputs is not None or self.vectors is not None
+
+    @property
+    def is_for_steps(self) -> bool:
+        """Whether a compiled step can run the next pass: all inputs are tokens."""
+        return self.extra_inputs is None and not self.has_vectors
 
     def finish_run(self, roots: int) -> None:
         """Read the `roots` roots from the arrays, in which steps have settled the last turn of a run."""
@@ -58,11 +106,16 @@ class GpuCache(RowMember):
         self.make_rows(self.trie.known + fresh)
 
     def make_rows(self, nodes: int) -> None:
-        """Make room for the logits of `nodes` forest nodes."""
+        """Make room for the logits and hidden states of `nodes` forest nodes."""
+        self._make_hidden(nodes)
         if nodes > len(self.outputs):
             larger = self._room(2 * nodes, self.outputs.shape[1])
             larger[: len(self.outputs)] = self.outputs
             self.outputs = larger
+
+    def _make_hidden(self, nodes: int) -> None:
+        if self.needs.states:
+            self.hidden.make_room(nodes, sum(map(self._width_of, self.needs.columns)))
 
     def _room(self, rows: int, vocab: int) -> torch.Tensor:
         return torch.empty(rows, vocab, pin_memory=self._pinned)
@@ -74,11 +127,15 @@ class GpuCache(RowMember):
         wanted = unknown_nodes(self.answered, self.trie.known, forest.known.nodes)
         return wanted[self.trie.local[wanted] >= self.trie.stored]
 
-    def answer(self, forest: Forest) -> Logits:
-        """Return the logits of the forest nodes that were not returned before and are not known; mark all as returned."""
+    def answer(self, forest: Forest) -> Scored:
+        """Return the rows of the forest nodes that were not returned before and are not known; mark all as returned."""
         wanted = unknown_nodes(self.answered, self.trie.known, forest.known.nodes)
         self.answered = self.trie.known
-        return torch.from_numpy(outputs_of_nodes(self.outputs.numpy(), wanted))
+        return self.handed_out(wanted, torch.from_numpy(outputs_of_nodes(self.outputs.numpy(), wanted)))
+
+    def handed_out(self, nodes: Nodes, logits: Logits) -> Scored:
+        """Return the rows of some forest nodes in the form that the parts of the session need; see `hand_out`."""
+        return hand_out(self, logits, *([self.hidden.of(nodes)] if self.needs.states else []))
 
     def settle(self, turn: Turn) -> None:
         before = turn.verdict.beams.nodes
@@ -87,6 +144,9 @@ class GpuCache(RowMember):
         if len(self._next) < len(before):
             self._next = self._room(max(self._first_rows, 2 * len(before)), self.outputs.shape[1])
         self._next.numpy()[known] = self.outputs.numpy()[before[known]]
+        if self.needs.states:
+            self._make_hidden(len(before))
+            self.hidden.follow(known, before[known])
         self.outputs, self._next = self._next, self.outputs
         self.answered = 0
 

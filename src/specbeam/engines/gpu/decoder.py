@@ -5,7 +5,7 @@ kernels here and about forty in transformers. The results equal transformers' up
 token tree.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +16,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn import functional
 
+from specbeam.core.records import FINAL
 from specbeam.engines.arrays import JoinedRows, RowTensor
 from specbeam.engines.families import (
     NO_TOKEN,
@@ -41,6 +42,7 @@ from specbeam.engines.families import (
 from specbeam.engines.gpu.expert_kernels import Experts, mixed_experts
 from specbeam.engines.gpu.kernels import Scores, activated, attended, norm_heads, norm_sum, normed, rotate_and_store
 from specbeam.engines.gpu.pages import PagedStore
+from specbeam.engines.gpu.parts import WHOLE, PassPart
 from specbeam.engines.gpu.products import GpuMatrix, multiplied, rounded_matrix
 from specbeam.engines.gpu.source_kernels import looked_at_sources
 from specbeam.engines.gpu.staging import Inputs
@@ -113,6 +115,7 @@ class GpuDecoder:
     Attributes:
         vocab: the number of logits.
         ranges: see `ModelLimits.ranges`.
+        blank: the token of rows with other embeddings; it has a position embedding if any token has one.
         sources: the cross-attention keys and values of all sources, in an encoder-decoder model.
     """
 
@@ -133,6 +136,7 @@ class GpuDecoder:
         self.embedding_scale = own_scale(embedding)
         self.places = places_of(body, architecture).to(self.embedding)
         self.unplaced = unplaced_in(body, family)
+        self.blank = 1 if self.unplaced == 0 else 0
         self.first_norm = norm_at(body, family.first_norm, family).to(self.embedding.device)
         enter = matrix_at(model, family.enter, family)
         leave = matrix_at(model, family.leave, family)
@@ -141,7 +145,7 @@ class GpuDecoder:
         self.tables = angle_tables(model, architecture, _NO_LIMIT)
         self.angles = self.tables[0]
         self.ranges, self._biases = _ranges_of(architecture)
-        self.layers = [self._layer(layer, number) for number, layer in enumerate(layers_in(model, family))]
+        self.layers = [self.layer_of(layer, number) for number, layer in enumerate(layers_in(model, family))]
         self.last_norm = norm_at(body, family.final_norm, family).to(self.embedding.device)
         self.vocab = len(head.weight) if shared is None else shared.vocab
         self.known = len(self.embedding) if shared is None else shared.vocab  # number of input tokens
@@ -151,24 +155,54 @@ class GpuDecoder:
         self.sources = CrossPool(len(self.layers), self.heads[1], self.size, self.embedding) if family.cross else None
         self.processors = _processors(self.embedding.device)
 
+    @property
+    def states_like(self) -> Tensor:
+        """An empty tensor with the type, width and device of hidden states between layers."""
+        return self.embedding.new_empty(0, self.layers[0].qkv.numbers.shape[1])
+
+    def width_of(self, column: int) -> int:
+        """Return the width of the hidden states of a column; see `Needs.columns`."""
+        width = self.states_like.shape[1]
+        return width if column != FINAL or self.leave is None else len(self.leave.numbers)
+
     def store(self) -> PagedStore:
         """Return a new KV store for this model."""
         return PagedStore(len(self.layers), self.heads[1], self.size, self.embedding)
 
-    def forward(self, inputs: Inputs, shape: PassShape, store: PagedStore) -> Float[Tensor, "wanted vocab"]:
+    def forward(
+        self, inputs: Inputs, shape: PassShape, store: PagedStore, part: PassPart = WHOLE
+    ) -> Float[Tensor, "wanted vocab"]:
         """Run the model on the rows of a pass, store their keys and values, and return the float32 logits of wanted rows."""
+        x = self.embedded(inputs, shape.rows, part)
+        x = self.run_layers(x, enumerate(self.layers), inputs, shape, store, part)
+        part.keep(len(self.layers), x)
+        if FINAL in part.columns:
+            part.keep(FINAL, self.input_of_head(x, self.last_norm))
+        return self.logits(x.index_select(0, inputs.wanted[: shape.wanted]), self.last_norm)
+
+    def run_layers(
+        self,
+        x: RowTensor,
+        layers: Iterable[tuple[int, GpuLayer]],
+        inputs: Inputs,
+        shape: PassShape,
+        store: PagedStore,
+        part: PassPart = WHOLE,
+    ) -> RowTensor:
+        """Run layers on the rows of a pass, and return the output of the last one; x may be overwritten.
+
+        Args:
+            layers: the layers with their numbers in the store.
+        """
         of = self.architecture
-        x = self._embedded(inputs, shape.rows)
-        for number, layer in enumerate(self.layers):
+        for number, layer in layers:
+            x = part.before_layer(x, number)
             read = normed(x, layer.before_attention, self.eps)
             mlp_input = self._input_of_parallel_mlp(x, read, layer) if of.parallel else None
-            qkv = multiplied(read, layer.qkv, layer.qkv_bias)
-            self._norm_queries_and_keys(qkv, layer)
-            pages = store.layer(number)
-            q = rotate_and_store(qkv, self.heads, layer.angles, inputs, pages, of.family.by_head)
-            mixed = attended(q, self.heads[1], pages, inputs, shape.sessions, shape.most, self.processors, layer.scores)
-            self._add(x, mixed, layer.out, layer.out_bias, layer.after_attention)
-            self._look_at_sources(x, number, inputs, shape)
+            if number not in part.no_attention:
+                self._add_attention(x, read, number, layer, inputs, shape, store)
+            if number in part.no_inner:
+                continue
             read = normed(x, layer.before_inner, self.eps) if mlp_input is None else mlp_input
             if layer.experts is not None:
                 more = normed(mixed_experts(read, layer.experts, of), layer.after_inner, self.eps)
@@ -177,10 +211,7 @@ class GpuDecoder:
             both = multiplied(read, layer.up, layer.up_bias)
             wide = activated(both, of.activation, of.family.gated)
             self._add(x, wide, layer.down, layer.down_bias, layer.after_inner)
-        x = normed(x.index_select(0, inputs.wanted[: shape.wanted]), self.last_norm, self.eps)
-        if self.leave is not None:
-            x = multiplied(x, self.leave)
-        return self._shaped(multiplied(x, self.head)).float()
+        return x
 
     def _input_of_parallel_mlp(self, x: RowTensor, read: RowTensor, layer: GpuLayer) -> RowTensor:
         """Return the input of an MLP parallel to attention: `read`, the input of attention, if both have the same norm."""
@@ -188,7 +219,39 @@ class GpuDecoder:
         has_own = norms.before_inner != norms.before_attention
         return normed(x, layer.before_inner, self.eps) if has_own else read
 
-    def _embedded(self, inputs: Inputs, rows: int) -> RowTensor:
+    def _add_attention(
+        self,
+        x: RowTensor,
+        read: RowTensor,
+        number: int,
+        layer: GpuLayer,
+        inputs: Inputs,
+        shape: PassShape,
+        store: PagedStore,
+    ) -> None:
+        """Add the attention of a layer to x, in place, given its input `read`, and store keys and values."""
+        qkv = multiplied(read, layer.qkv, layer.qkv_bias)
+        self._norm_queries_and_keys(qkv, layer)
+        pages = store.layer(number)
+        q = rotate_and_store(qkv, self.heads, layer.angles, inputs, pages, self.architecture.family.by_head)
+        mixed = attended(q, self.heads[1], pages, inputs, shape.sessions, shape.most, self.processors, layer.scores)
+        self._add(x, mixed, layer.out, layer.out_bias, layer.after_attention)
+        self._look_at_sources(x, number, layer, inputs, shape)
+
+    def logits(self, x: RowTensor, norm: Tensor) -> Float[Tensor, "rows vocab"]:
+        """Return the float32 logits of rows, given the output of the last layer.
+
+        Args:
+            norm: the weight of the norm before the head.
+        """
+        return self._shaped(multiplied(self.input_of_head(x, norm), self.head)).float()
+
+    def input_of_head(self, x: RowTensor, norm: Tensor) -> Float[Tensor, "rows read"]:
+        """Return the input of the head, given the output of the last layer; `norm` as in `logits`."""
+        x = normed(x, norm, self.eps)
+        return x if self.leave is None else multiplied(x, self.leave)
+
+    def embedded(self, inputs: Inputs, rows: int, part: PassPart = WHOLE) -> RowTensor:
         """Return the input of the first layer."""
         tokens = inputs.tokens[:rows]
         if self.read_as is not None:
@@ -196,6 +259,7 @@ class GpuDecoder:
         x = self.embedding.index_select(0, tokens)
         if self.embedding_scale * self.numbers.embedding != 1:
             x *= self.embedding_scale * self.numbers.embedding
+        x = part.embedded(x, self.numbers.embedding)
         if self.enter is not None:
             x = multiplied(x, self.enter)
         if len(self.places):
@@ -205,9 +269,8 @@ class GpuDecoder:
             x += places
         return normed(x, self.first_norm, self.eps)
 
-    def _look_at_sources(self, x: RowTensor, number: int, inputs: Inputs, shape: PassShape) -> None:
+    def _look_at_sources(self, x: RowTensor, number: int, layer: GpuLayer, inputs: Inputs, shape: PassShape) -> None:
         """Add the cross-attention of a layer, in place; do nothing if it has none."""
-        layer = self.layers[number]
         own = layer.source
         if own is None or self.sources is None:
             return
@@ -274,8 +337,12 @@ class GpuDecoder:
     def _matrix(self, numbers: Tensor) -> GpuMatrix:
         return rounded_matrix(numbers) if self.rounded else GpuMatrix(numbers)
 
-    def _layer(self, layer: Any, number: int) -> GpuLayer:
-        """Return the weights of a transformers layer, whose matrices become views of the joined ones."""
+    def layer_of(self, layer: Any, number: int) -> GpuLayer:
+        """Return the weights of a transformers layer, whose matrices become views of the joined ones.
+
+        Args:
+            number: the number of the layer, or of the model's layer that has the same kind of attention.
+        """
         of = self.architecture
         family = of.family
         parts = parts_of(layer, of)

@@ -1,6 +1,7 @@
 """Captured graphs of passes on a GPU, and the CUDA driver functions with which compiled steps launch them."""
 
 import ctypes
+from collections.abc import Callable, Hashable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +11,7 @@ from jaxtyping import Float, Int64
 
 from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
 from specbeam.engines.gpu.pages import PagedStore
+from specbeam.engines.gpu.parts import WHOLE, PassPart
 from specbeam.engines.gpu.staging import Staging
 from specbeam.engines.torch.captured import Capture, SecondUseCache
 from specbeam.engines.torch.ranking import RankedRows
@@ -55,37 +57,53 @@ class Graphs:
         self.steps_can_launch = capture and has_handles and driver_calls() is not None
         self.graphs = SecondUseCache[Graph]()
         self.ranked = SecondUseCache[Any]()  # graphs of passes whose rows are ranked, by size and ranker
-        self.step_graphs: dict[int, Graph] = {}  # graphs for steps, by size
-        self._table = store.table  # the table of pages that graphs read
-        self._by_rows = np.zeros((3, FEW + 1), dtype=np.int64)
+        self._uncapturable: set[Hashable] = set()  # keys of passes that read numbers on the host
+        self.step_graphs: dict[tuple[PassPart, int], Graph] = {}  # graphs for steps, by part of the model and size
+        self._tables = store.tables  # the tables of pages that graphs read
+        self._by_rows: dict[PassPart, Int64[np.ndarray, "3 sizes"]] = {}  # see `CapturedGraphs.by_rows`
 
     def clear(self) -> None:
         """Delete all graphs after buffers that they read were replaced."""
         self.graphs.clear()
         self.ranked.clear()
         self.step_graphs.clear()
-        self._by_rows[:] = 0
+        self._by_rows.clear()
+        self._uncapturable.clear()
         if self.capture is not None:
             self.capture.clear()
 
     def _follow_table(self) -> None:
-        """Delete all graphs if the store's table of pages was replaced, because they read the old one."""
-        if self.store.table is not self._table:
+        """Delete all graphs if a table of pages of the store was replaced, because they read the old one."""
+        tables = self.store.tables
+        if any(new is not old for new, old in zip(tables, self._tables, strict=False)):
             self.clear()
-            self._table = self.store.table
+        self._tables = tables
 
-    def run(self, staging: Staging, shape: PassShape) -> Float[torch.Tensor, "wanted vocab"]:
+    def run(self, staging: Staging, shape: PassShape, part: PassPart = WHOLE) -> Float[torch.Tensor, "wanted vocab"]:
         """Run a pass on the inputs of a staging, and return its logits, which are valid until the next pass."""
+        forward = partial(self.decoder.forward, staging.inputs, shape, self.store, part)
+        return forward() if part.given is not None else self.replayed(staging, (shape, part), forward)
+
+    def replayed(self, staging: Staging, key: Hashable, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run the kernels of `forward` on the inputs of a staging, from the second use on as a captured graph.
+
+        Args:
+            key: equal keys launch the same kernels with the same arguments.
+
+        Returns the tensor that `forward` returns, which is valid until the next pass.
+        """
         self._follow_table()
-        forward = partial(self.decoder.forward, staging.inputs, shape, self.store)
-        if self.capture is None or staging is not self.staging:  # graphs read only from self.staging
-            return forward()
-        known = self.graphs.get(shape, partial(self.capture, forward))
+        if self.capture is None or staging is not self.staging or key in self._uncapturable:
+            return forward()  # graphs read only from self.staging
+        is_second = key in self.graphs.made
+        known = self.graphs.get(key, partial(self.capture, forward))
         if known is None:
+            if is_second:
+                self._uncapturable.add(key)
             return forward()
-        graph, logits = known
+        graph, found = known
         graph.replay()
-        return logits
+        return found
 
     def run_ranked(self, staging: Staging, shape: PassShape, ranker: "RowRanker") -> RankedRows:
         """Run a pass as `run` does, rank its rows, and return them; they are valid until the next ranking."""
@@ -104,38 +122,39 @@ class Graphs:
         return ranked
 
     @torch.inference_mode()
-    def captured_for_steps(self, most: int) -> CapturedGraphs | None:
+    def captured_for_steps(self, most: int, part: PassPart = WHOLE) -> CapturedGraphs | None:
         """Return the graphs of passes of one session with up to `most` rows, for steps; None if steps cannot launch them.
 
         Captures missing graphs.
         """
         self._follow_table()
         calls = driver_calls() if self.steps_can_launch else None
-        if calls is None or most > FEW or not self._capture_up_to(most):
+        if calls is None or most > FEW or not self._capture_up_to(most, part):
             return None
         stream = torch.cuda.current_stream(self.staging.device)
         stream.query()  # any runtime call gives this thread the device's context, which driver calls need
-        return CapturedGraphs(self._by_rows, stream.cuda_stream, calls)
+        return CapturedGraphs(self._by_rows[part], stream.cuda_stream, calls)
 
-    def _capture_up_to(self, most: int) -> bool:
+    def _capture_up_to(self, most: int, part: PassPart) -> bool:
         """Capture the missing graphs of passes of one session with 1 to `most` rows; return False on failure."""
-        if self._by_rows[1, 1 : most + 1].all():
+        by_rows = self._by_rows.setdefault(part, np.zeros((3, FEW + 1), dtype=np.int64))
+        if by_rows[1, 1 : most + 1].all():
             return True
         assert self.capture is not None
         self.staging.blank()
         for count in range(1, most + 1):
             size = rounded_up(count)
-            if not self._by_rows[1, size]:
+            if not by_rows[1, size]:
                 shape = PassShape(size, 1, size, size)
-                forward = partial(self.decoder.forward, self.staging.inputs, shape, self.store)
+                forward = partial(self.decoder.forward, self.staging.inputs, shape, self.store, part)
                 forward()  # Triton compiles kernels at their first launch, which cannot be captured
                 known = self.capture(forward)
                 if known is None:
                     self.steps_can_launch = False
                     return False
-                self.step_graphs[size] = known
-                self._by_rows[:, size] = size, known[0].raw_cuda_graph_exec(), known[1].data_ptr()
-            self._by_rows[:, count] = self._by_rows[:, size]
+                self.step_graphs[part, size] = known
+                by_rows[:, size] = size, known[0].raw_cuda_graph_exec(), known[1].data_ptr()
+            by_rows[:, count] = by_rows[:, size]
         return True
 
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from specbeam.engines.arrays import Integers, IntegerTensor
+from specbeam.engines.arrays import Integers, IntegerTensor, PrefixRows
 from specbeam.engines.kv.store import KVStore
 
 PAGE = 64  # slots of a page, a multiple of the blocks of slots that kernels read
@@ -43,6 +43,7 @@ class PagedStore(KVStore):
             element.
         table: int64[rows, pages] on the device: the place of each page of a row.
         part: number of elements of one layer's keys, or values, in a page.
+        more: stores of one layer each, whose rows have the same slots; see `add_layer`.
     """
 
     def __init__(self, layers: int, heads: int, size: int, like: Tensor) -> None:
@@ -52,6 +53,7 @@ class PagedStore(KVStore):
         self._by_row: list[list[int]] = [[]]
         self._shape = (layers, 2, heads, PAGE, size)
         self.part = heads * PAGE * size
+        self.more: list[PagedStore] = []
         self.table = torch.zeros(TABLE_ROWS, TABLE_PAGES, dtype=torch.int64, device=like.device)
         self.pool = self._new_chunk(FIRST_PAGES, like)
         super().__init__(layers)
@@ -59,8 +61,33 @@ class PagedStore(KVStore):
         self.slots = 0
 
     def layer(self, number: int) -> LayerPages:
-        """Return the keys and values of a layer; they stay valid until `table` is replaced."""
+        """Return the keys and values of a layer; they stay valid until its table is replaced."""
+        own = self._shape[0]
+        if number >= own:
+            return self.more[number - own].layer(0)
         return LayerPages(self.pool, self.table, 2 * self.part * number)
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """The tables of this store and of all further layers."""
+        return [self.table, *(store.table for store in self.more)]
+
+    def add_layer(self) -> int:
+        """Add a layer with the same heads, such as an exit layer, in pages of its own; return its number."""
+        _, _, heads, _, size = self._shape
+        store = PagedStore(1, heads, size, self.pool)
+        self.more.append(store)
+        for row, pages in enumerate(self._by_row):
+            store.reserve_row(row, PAGE * len(pages))
+        return self._shape[0] + len(self.more) - 1
+
+    @torch.inference_mode()
+    def write_prefix(self, layer: int, cache: int, keys: PrefixRows, values: PrefixRows) -> None:
+        """Write keys and values of a layer into the slots after the waste slot of one row, which has pages for them."""
+        slots = np.arange(1, 1 + keys.shape[1])
+        for page, inside, which in self._pages_of(cache, slots):
+            for part, numbers in enumerate((keys, values)):
+                page[layer, part][:, inside] = numbers.to(page)[:, which]
 
     def reserve(self, caches: int, slots: int) -> None:
         """Assign pages for `slots` slots to each of the first `caches` rows that has fewer."""
@@ -69,7 +96,9 @@ class PagedStore(KVStore):
 
     @torch.inference_mode()
     def reserve_row(self, row: int, slots: int) -> None:
-        """Assign pages for `slots` slots to a row if it has fewer. An out-of-memory error changes nothing."""
+        """Assign pages for `slots` slots to a row if it has fewer. An out-of-memory error leaves it as it was."""
+        for store in self.more:
+            store.reserve_row(row, slots)
         self._by_row.extend([] for _ in range(row + 1 - len(self._by_row)))
         self.caches = len(self._by_row)
         own = self._by_row[row]
@@ -86,6 +115,8 @@ class PagedStore(KVStore):
 
     def release_from(self, row: int) -> None:
         """Free the pages of this row and all later rows, which have no sessions."""
+        for store in self.more:
+            store.release_from(row)
         for pages in self._by_row[row:]:
             self._take_back(pages)
             pages.clear()
@@ -106,6 +137,8 @@ class PagedStore(KVStore):
 
     def move_cache(self, source: int, goal: int, extent: int) -> None:
         """Move the pages of one row to another row, whose own pages are freed; nothing is copied."""
+        for store in self.more:
+            store.move_cache(source, goal, extent)
         self._take_back(self._by_row[goal])
         self._by_row[goal] = self._by_row[source]
         self._by_row[source] = []
@@ -113,11 +146,14 @@ class PagedStore(KVStore):
 
     @torch.inference_mode()
     def clear_cache(self, cache: int) -> None:
+        for store in self.more:
+            store.clear_cache(cache)
         for page in self._by_row[cache]:
             self._pages[page].zero_()
 
     def move_slots(self, cache: int, source: IntegerTensor, goal: IntegerTensor) -> None:
-        self.put(cache, goal.cpu().numpy(), self.take(cache, source.cpu().numpy()))
+        for store in (self, *self.more):
+            store.put(cache, goal.cpu().numpy(), store.take(cache, source.cpu().numpy()))
 
     @torch.inference_mode()
     def _take_back(self, pages: list[int]) -> None:

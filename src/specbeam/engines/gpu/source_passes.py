@@ -1,6 +1,6 @@
 """Passes of encoder-decoder models' decoders on a GPU."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,11 +23,11 @@ class GpuSourcePasses(ReadsSources, GpuPasses):
     """
 
     cross: CrossPool
+    runs_ranges = False
 
-    def __init__(self, model: "PreTrainedModel", decoder: GpuDecoder, caches: list[GpuCache], capture: bool) -> None:
+    def __init__(self, model: "PreTrainedModel", decoder: GpuDecoder, caches: list[list[Any]], capture: bool) -> None:
         super().__init__(model, decoder, caches, capture)
         assert decoder.sources is not None
-        self.model = model
         self.cross = decoder.sources
         self.readers = []
 

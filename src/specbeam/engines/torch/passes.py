@@ -117,7 +117,7 @@ class PaddedPasses:
     def __init__(
         self,
         model: "PreTrainedModel",
-        caches: list[PaddedCache],
+        caches: list[list[Any]],
         compile: bool = False,
         shared: SharedTokens | None = None,
     ) -> None:
@@ -146,6 +146,8 @@ class PaddedPasses:
         return lacks_taps(self.model, needs.taps)
 
     takes_vectors = True
+    runs_ranges = False  # see `PackedPasses.runs_ranges`
+    takes_steps = False  # see `PackedPasses.takes_steps`
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
         """Return the reason why these passes cannot take these inputs of extra rows; "" if they can."""
@@ -276,7 +278,7 @@ class PaddedPasses:
             if self.device.type == "cuda":  # laws are computed on the host
                 wanted = [rows.index(row) for row in by_row]
                 logits = logits[wanted].float().cpu()
-                recorded = {column: states[wanted].float().cpu() for column, states in recorded.items()}
+                recorded = {column: states[wanted].float() for column, states in recorded.items()}  # heads run here
                 rows = [*by_row]
         results = []
         for part in parts:

@@ -36,7 +36,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         batch_size: number of texts decoded at the same time.
         max_length: maximum number of tokens of prompt and text; by default the models' positions.
         add_bos_token: whether prompts begin with the tokenizer's special tokens, as in `specbeam.generate`.
-        device, dtype, quantize: see `specbeam.load`.
+        device, dtype, quantize, engine: see `specbeam.load`.
         settings: settings of the method, by name.
     """
 
@@ -53,6 +53,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         device: str | None = None,
         dtype: str = "auto",
         quantize: Any = None,
+        engine: Any = "auto",
         max_batch_size: int | None = None,
         **settings: Any,
     ) -> None:
@@ -63,7 +64,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         if isinstance(pretrained, Pair):
             self.pair = pretrained
         else:
-            self.pair = load(pretrained, draft, dtype=dtype, device=device, quantize=quantize)
+            self.pair = load(pretrained, draft, dtype=dtype, device=device, quantize=quantize, engine=engine)
         if self.pair.tokenizer is None:
             raise BadSetting("the tasks of the harness are texts, but this pair has no tokenizer; load it with one")
         if settings and method is None:

@@ -183,8 +183,7 @@ class ExitLM(OnTargetsCache, HeadLM):
 
     Args:
         head: the exit head.
-        target: the model that the head is for, run by an engine that runs ranges of layers: the compiled forward,
-            rounded or not, or "layers".
+        target: the model that the head is for, run by an engine that runs ranges of layers.
     """
 
     head: ExitHead
@@ -193,7 +192,7 @@ class ExitLM(OnTargetsCache, HeadLM):
     def __init__(self, head: ExitHead, target: HuggingFaceLM) -> None:
         super().__init__(head, target.vocab)
         self.target = target
-        self.layer = target.packed.exit_layer(head.layer, head.norm, head.after)
+        self.layer = target.ranged.exit_layer(head.layer, head.norm, head.after)
         self.max_positions = target.max_positions
         self.needs_of_target = Needs(logits=True, exit_layer=self.layer)
 
@@ -203,7 +202,8 @@ class ExitLM(OnTargetsCache, HeadLM):
 
     @property
     def supports_runs(self) -> bool:
-        return self.target.supports_runs and type(self).extend is ExitLM.extend
+        is_compiled = self.target.supports_runs and isinstance(self.target.runner, PackedPasses)
+        return is_compiled and type(self).extend is ExitLM.extend
 
     @contextmanager
     def cache_for_steps(
@@ -242,7 +242,7 @@ def exit_model(head: ExitHead, target: HuggingFaceLM) -> "ExitLM | HuggingFaceLM
     If the engine runs ranges of layers, it drafts on the target's cache. Otherwise it is a separate model that shares the
     weights, and computes the first layers a second time; `how_it_runs` describes which.
     """
-    if isinstance(target.runner, PackedPasses):
+    if target.runner.runs_ranges:
         return ExitLM(head, target)
     model = HuggingFaceLM(head.exited(), share_from=target.share_from)
     model.head = head
@@ -251,7 +251,7 @@ def exit_model(head: ExitHead, target: HuggingFaceLM) -> "ExitLM | HuggingFaceLM
 
 def how_it_runs(head: ExitHead, target: HuggingFaceLM) -> str:
     """Return a description of where the head drafts, on the target's cache or on its own."""
-    if isinstance(target.runner, PackedPasses):
+    if target.runner.runs_ranges:
         return "on the target's own cache: its first layers run once"
     return (
         f"as a separate model: engine {target.engine!r} runs all layers of the target at once, so the first {head.after} "

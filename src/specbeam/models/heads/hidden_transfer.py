@@ -50,6 +50,11 @@ class HiddenTransfer(ExtraHead):
 
     def make(self, states: Rows, kinds: PerRow) -> Rows:
         """Return the states of extra rows of these kinds, from the states of the nodes above them."""
+        if states.device.type == "cuda":  # a captured pass cannot look up which rows have a kind
+            made = self.maps[0](states)
+            for kind, one in enumerate(self.maps[1:], 1):
+                made = torch.where((kinds == kind)[:, None], one(states), made)
+            return made
         made = torch.empty_like(states)
         for kind, one in enumerate(self.maps):
             places = (kinds == kind).nonzero()[:, 0]

@@ -75,7 +75,7 @@ def probed_text(target: HuggingFaceLM, text: list[int], taps: tuple[int, ...]) -
     laws = scored.logits.clone().float().softmax(-1)
     states = {}
     if needs.states:
-        parts = scored.hidden.clone().chunk(len(needs.columns), -1)
+        parts = scored.hidden.to(laws.device, copy=True).chunk(len(needs.columns), -1)
         states = dict(zip(needs.columns, parts, strict=True))
     target.close(owner)
     tokens = torch.tensor(text[:-1], device=laws.device)

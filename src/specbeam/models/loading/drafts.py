@@ -20,7 +20,7 @@ from specbeam.models.huggingface import HuggingFaceLM, prepare_to_score
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import ShareFrom, by_engine, language_model
 from specbeam.models.loading.tokenizers import first_tokens
-from specbeam.models.quantised import BY_LIBRARY, Quantize, is_rounding
+from specbeam.models.quantised import BY_LIBRARY, OWN_ROUNDINGS, Quantize, is_rounding
 from specbeam.models.skipping import Skipping, skipping_model
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class DraftOptions:
     share_from: ShareFrom = "auto"
     probe: bool = True
     kv: KVType = "float32"
+    engine: str = "auto"
 
 
 def given_draft(
@@ -104,12 +105,14 @@ def draft_of(
     is_target = model is target.model
     if reads_sources(model):
         kv: KVType = options.kv if is_target else "float32"
-        return _reading_draft(model, target, options.check, rounding, kv, shared)
+        return _reading_draft(model, target, options.check, rounding or options.engine, kv, shared)
     if is_target:  # a target that drafts for itself needs a second cache
-        engine = rounding or ("torch" if target.engine == "torch" else "auto")
+        engine = rounding or ("torch" if target.engine == "torch" else options.engine)
         return HuggingFaceLM(model, engine=engine, share_from=options.share_from, kv=options.kv)
     share_from = options.share_from
-    return language_model(model, options.check, rounding, options.compile, share_from, shared=shared, role=_ROLE)
+    return language_model(
+        model, options.check, rounding, options.compile, share_from, shared=shared, role=_ROLE, engine=options.engine
+    )
 
 
 def check_draft_of_sources(model: "PreTrainedModel", draft: Any, share_from: ShareFrom) -> None:
@@ -130,11 +133,15 @@ def _reading_draft(
     model: "PreTrainedModel",
     target: HuggingFaceLM,
     check: bool,
-    quantize: "Quantize | None",
+    engine: str,
     kv: KVType,
     shared: SharedTokens | None,
 ) -> EncoderDecoderLM:
-    """Return the language model of an encoder-decoder draft. Raises `NotSupported` for a decoder-only target."""
+    """Return the language model of an encoder-decoder draft. Raises `NotSupported` for a decoder-only target.
+
+    Args:
+        engine: the engine or rounding of the draft.
+    """
     if not isinstance(target, EncoderDecoderLM):
         raise NotSupported(
             f"the draft {type(model).__name__} reads sources, and the target {target.model_name} continues prompts; give "
@@ -142,14 +149,15 @@ def _reading_draft(
         )
     encoder = encoder_for(model, target)
     if encoder is None and model is not target.model:
-        own = language_model(model, check, quantize, shared=shared, role=_ROLE)
+        rounding: Any = engine if engine in OWN_ROUNDINGS else None
+        own = language_model(model, check, rounding, shared=shared, role=_ROLE, engine=engine)
         assert isinstance(own, EncoderDecoderLM)
         if own.input_name != target.input_name:
             raise NotSupported(f"the draft reads {own.input_name}, and the target reads {target.input_name}")
         return own
     prepare_to_score(model)
     # Each target needs its own draft cache.
-    lm = EncoderDecoderLM(model, encoder=target.encoder, engine=quantize or "auto", kv=kv, shared=shared)
+    lm = EncoderDecoderLM(model, encoder=target.encoder, engine=engine, kv=kv, shared=shared)
     if check and model is not target.model:
         check_scores_forests(lm, _ROLE)
     return lm

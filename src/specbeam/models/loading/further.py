@@ -8,6 +8,7 @@ import torch
 
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
+from specbeam.models.engines import MAPPING
 from specbeam.models.heads.read import is_head
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.drafts import DraftOptions, GivenDraft, draft_of
@@ -27,7 +28,7 @@ class FurtherDrafts:
     Attributes:
         tokenizer: the target's, or None.
         source: the `target` argument of `load`.
-        dtype, device, check, share_from: see `load`.
+        dtype, device, check, share_from, engine: see `load`.
     """
 
     target: HuggingFaceLM
@@ -37,6 +38,7 @@ class FurtherDrafts:
     device: torch.device
     check: bool
     share_from: ShareFrom
+    engine: str = "auto"
 
     def __call__(self, source: Any, kept: dict[Any, Any]) -> LM:
         """Return the language model of a further draft.
@@ -52,7 +54,7 @@ class FurtherDrafts:
         if made is not None and state == fingerprint(model):
             return made
         shared = tokens_in_common(self.target.model, model, self.tokenizer, self.source, source)
-        options = DraftOptions(self.check, share_from=self.share_from)
+        options = DraftOptions(self.check, share_from=self.share_from, engine=self.engine)
         made = draft_of(GivenDraft(model), model, self.target, self.tokenizer, options, shared)
         assert made is not None
         kept[key] = (model, fingerprint(model), made)
@@ -74,4 +76,4 @@ class FurtherDrafts:
             raise NotSupported(
                 f"{name} is a draft head, and further drafts must be models; give a head to load(draft=...)"
             )
-        return model_of(source, self.dtype, self.device, may_map=True)
+        return model_of(source, self.dtype, self.device, may_map=self.engine in MAPPING)

@@ -32,12 +32,13 @@ def language_model(
     kv: KVType = "float32",
     shared: SharedTokens | None = None,
     role: str = "",
+    engine: str = "auto",
 ) -> HuggingFaceLM:
     """Return the language model that scores forests with a model object.
 
     It is cached on the model object and checked once. A new one replaces it if the model has changed since, or if
-    `quantize`, `compile`, `share_from`, `kv` or `shared` differ. The arguments are those of `load`, except that no library
-    can round a model object.
+    `quantize`, `compile`, `share_from`, `kv`, `shared` or `engine` differ. The arguments are those of `load`, except that no
+    library can round a model object.
 
     Args:
         shared: the tokens that a draft shares with a target of another vocabulary; None: the vocabularies are the same.
@@ -46,7 +47,7 @@ def language_model(
     check_options(quantize, share_from)
     if quantize in BY_LIBRARY:
         raise cannot_round(quantize)
-    options = (quantize, compile, share_from, kv)
+    options = (quantize or engine, compile, share_from, kv)
     with ONE_AT_A_TIME:
         return _cached_language_model(model, check, options, shared, role)
 
@@ -54,7 +55,7 @@ def language_model(
 def _cached_language_model(
     model: "PreTrainedModel", check: bool, given: tuple[Any, ...], shared: SharedTokens | None, role: str
 ) -> HuggingFaceLM:
-    quantize, compile, share_from, kv = given
+    engine, compile, share_from, kv = given
     options = (*given, None if shared is None else shared.key)
     cached = vars(model).get("_specbeam")
     if cached is None or cached.key != (fingerprint(model), options):
@@ -65,9 +66,9 @@ def _cached_language_model(
                 raise NotSupported(
                     f"compile=True needs a decoder-only model, and {type(model).__name__} has an encoder; leave it out"
                 )
-            lm = EncoderDecoderLM(model, engine=quantize or "auto", kv=kv, shared=shared)
+            lm = EncoderDecoderLM(model, engine=engine, kv=kv, shared=shared)
         else:
-            lm = HuggingFaceLM(model, engine=quantize or "auto", share_from=share_from, kv=kv, shared=shared)
+            lm = HuggingFaceLM(model, engine=engine, share_from=share_from, kv=kv, shared=shared)
         if compile and lm.engine == "plain":
             lm = HuggingFaceLM(model, engine="torch", share_from=share_from, shared=shared)
         if check:

@@ -94,8 +94,8 @@ class MemoryLM:
             check_size(self.recall, self.lm)
             if not self.lm.runner.takes_vectors:
                 raise NotSupported(
-                    f"memories are embedding rows, and engine {self.engine!r}, which runs {name}, takes only tokens; use "
-                    "HuggingFaceLM(model, engine='plain')"
+                    f"memories are embedding rows, and engine {self.engine!r}, which runs {name}, takes only tokens; load "
+                    "the model with engine='plain'"
                 )
         most = self.lm.max_positions
         needed = max(plan.window, 2 + plan.summarised)
