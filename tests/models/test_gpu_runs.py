@@ -16,6 +16,7 @@ from specbeam.core.ranked import WHOLE
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
 from specbeam.engines.gpu import runs as gpu_runs
+from specbeam.errors import SomeFailed
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.pair import Pair
 from tests.support.tiny_models import tiny
@@ -123,23 +124,23 @@ def test_many_sessions_go_in_as_few_passes_as_the_staging_allows(pairs, monkeypa
     assert max(rows for rows, _ in passes) <= made.passes.staging.rows
 
 
-def test_a_pass_that_fails_costs_no_wrong_text(pairs, monkeypatch):
-    """The turn is undone, and taken by Python."""
+def test_a_pass_that_fails_ends_its_sessions_and_no_later_ones(pairs, monkeypatch):
     on_cpu, on_gpu = pairs
     expected, _ = texts(on_cpu, sb.beam_sampling(3), {}, 1)
     made = on_gpu.target.runner.runs
-    run, calls = made.run, []
+    calls = []
 
-    def sometimes(*given):
+    def broken(*given):
         calls.append(given)
         if len(calls) == 2:
             raise RuntimeError("no device")
-        run(*given)
+        made.run(*given)
 
-    monkeypatch.setattr(made.callback, "_function", sometimes)
-    found, _ = texts(on_gpu, sb.beam_sampling(3), {}, 3)
-    assert found == expected
-    assert len(calls) >= 2
+    with monkeypatch.context() as patch:
+        patch.setattr(made.callback, "_function", broken)
+        with pytest.raises(SomeFailed, match=r"3 prompts failed.*a pass on the GPU failed"):
+            texts(on_gpu, sb.beam_sampling(3), {}, 3)
+    assert texts(on_gpu, sb.beam_sampling(3), {}, 3)[0] == expected
 
 
 def test_rows_of_stored_nodes_are_computed_again(pairs):

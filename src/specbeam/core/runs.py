@@ -56,6 +56,7 @@ from specbeam.core.turn_steps import (
     LAYERS,
     LOOK,
     PARTS,
+    REFUSED,
     ROWS,
     SCORED,
     RunRoom,
@@ -291,6 +292,8 @@ class Run:
         _keep(self.session, self.models, self.room, self.live, self.start)
         if self.python is not None:
             self.python.raise_what_remains()
+        if self.condition == REFUSED:
+            raise IndexError("a token is outside the model's vocabulary, or a position is beyond its last one")
         if self.condition == LOOK:
             self.session.state[_Looking] = self.session.count.target_passes
         elif self.condition != SOUND:

@@ -18,6 +18,7 @@ from specbeam.core.turn_steps import (
     DRAFT,
     DRAFT_MODEL,
     LOOK,
+    REFUSED,
     SCORE,
     RunRoom,
     RunSpec,
@@ -68,7 +69,7 @@ def run_turns_together(
     """Run up to `most_turns` turns of each session, until a session is over or cannot take the next turn.
 
     Returns for each session the live beams, the start of the next turn and the condition: SOUND; or, if its last turn was
-    undone because Python has to take it, BROKEN or LOOK.
+    undone because Python has to take it, BROKEN or LOOK; or REFUSED if the model lacks one of its tokens or positions.
 
     Args:
         jobs: int64[sessions], the addresses of their `RunInputs` (see `compiling.held`).
@@ -135,7 +136,7 @@ def run_turns_together(
                 judged = take_turn(job.target, job.draft, job.spec, task, starts[number], job.room, job.dice)
             if judged.condition != SOUND:
                 undo_turn(job.target, job.draft, job.spec, mark, job.room, job.dice)
-                conditions[number] = LOOK if judged.condition == LOOK else BROKEN
+                conditions[number] = judged.condition if judged.condition in (LOOK, REFUSED) else BROKEN
                 going = False
                 continue
             judged.spans[DRAFT_MODEL] += in_draft_models // count

@@ -71,6 +71,7 @@ PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # of the ti
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
 # Indices of `RunRoom.numbers`; the last six are the counts of `RowCounts`.
 DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, DRAFTED, LAYERS, ROWS, SAVED, JUDGED, LAZY, FREE, FETCHED = range(12)
+REFUSED = 5  # a condition: the model lacks a token or a position of the session
 LOOK = 4  # a condition like SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
 
 
@@ -239,8 +240,8 @@ def judged_turn(
     forest = turn.draft.forest
     size = len(forest.tokens)
     spans = np.zeros(len(PARTS), dtype=np.int64)
-    condition = BROKEN if len(fresh.logits) < len(turn.asked.wanted) else turn.condition
-    if condition in (BROKEN, UNDECIDED):
+    condition = REFUSED if len(fresh.logits) < len(turn.asked.wanted) else turn.condition
+    if condition in (BROKEN, UNDECIDED, REFUSED):
         raw = turn_rows(rows_between(start.known.rows, 0, 0), 0, start.known)
         return RunTurn(turn.draft, raw, no_layers(0, 1), condition, turn.passes, turn.layers_run, spans)
     began = cycles()

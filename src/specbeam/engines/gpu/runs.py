@@ -222,14 +222,15 @@ def extend_gpu_runs(like: GpuRun, caches: list[Any], asked: list[Asked], whole: 
             number += 1
         if sessions > 0:
             goal = np.empty((total if returns_whole else 0, like.vocab), dtype=np.float32)
-            if run_written(like, rows, sessions, most, total, byte, goal):
-                for place in range(first, number):
-                    start = firsts[place]
-                    rows_wanted = len(asked[place].wanted)
-                    if start >= 0 and returns_whole:
-                        found[place] = whole_rows(goal[start : start + rows_wanted])
-                    elif start >= 0:
-                        found[place] = lists_of_pass(like, start, rows_wanted)
+            if not run_written(like, rows, sessions, most, total, byte, goal):
+                raise RuntimeError("a pass on the GPU failed")
+            for place in range(first, number):
+                start = firsts[place]
+                rows_wanted = len(asked[place].wanted)
+                if start >= 0 and returns_whole:
+                    found[place] = whole_rows(goal[start : start + rows_wanted])
+                elif start >= 0:
+                    found[place] = lists_of_pass(like, start, rows_wanted)
         first = number
     share = (cycles() - began) // count
     for number in range(count):
