@@ -117,7 +117,7 @@ def inputs_of(rows, counts, caches, extents, seen):
         bytes_.append(mine.reshape(-1).view(torch.uint8))
     table = torch.zeros(6, 8, dtype=torch.int32, device=DEVICE)
     table[:, : len(counts)] = numbers(sessions).T
-    return Inputs(*[numbers([0] * rows)] * 5, table, torch.cat(bytes_))
+    return Inputs(*[numbers([0] * rows)] * 5, table, keys=None, seen=torch.cat(bytes_))
 
 
 def numbers(values):

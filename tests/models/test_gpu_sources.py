@@ -79,7 +79,7 @@ def test_rows_look_at_all_frames_of_the_source_of_their_session(kind, processors
     for session, (first, frames) in enumerate(places):
         start = sum(counts[:session])
         table[:, session] = numbers([start, counts[session], 0, 0, 0, 0, first, frames])
-    inputs = Inputs(*[numbers([0])] * 5, table, numbers([0]))
+    inputs = Inputs(*[numbers([0])] * 5, table, keys=None, seen=numbers([0]))
     found = looked_at_sources(q, keys, values, inputs, 3, max(counts), processors, 0.3)
     for mine, (first, frames) in zip(found.split(counts), places, strict=True):
         start = 0 if mine.data_ptr() == found.data_ptr() else counts[0]

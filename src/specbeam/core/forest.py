@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from specbeam.core.errors import BadForest
-from specbeam.core.ranked import NO_ROWS, Ranked, copy_row, room_for_rows, rows_between, whole_rows
+from specbeam.core.ranked import NO_ROWS, Ranked, copy_row, room_for_rows, rows_between, whole_rows, with_logits
 from specbeam.core.steps import Array, step
 
 INDEPENDENT, DISTINCT, CHOSEN, SHARED, LOST = range(5)  # kinds of siblings, see `Siblings`
@@ -525,6 +525,19 @@ def turn_rows(fresh: Ranked, nodes: int, known: KnownRows) -> TurnRows:
         else:
             places[node] = node - held
     return TurnRows(fresh, known.rows, places)
+
+
+def scored_rows_of(forest: Forest, scored: Array) -> TurnRows:
+    """Return the rows of all nodes of a forest.
+
+    Args:
+        scored: float[fresh, vocab], the logits of the nodes whose rows are not known.
+    """
+    known = forest.known
+    if known.rows.logits.dtype != scored.dtype:
+        known = known._replace(rows=with_logits(known.rows, known.rows.logits.astype(scored.dtype)))
+    found: TurnRows = turn_rows(whole_rows(scored), forest.size, known)
+    return found
 
 
 @step

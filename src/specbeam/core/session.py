@@ -30,11 +30,10 @@ from specbeam.core.beams import (
 )
 from specbeam.core.dice import Dice
 from specbeam.core.errors import BadSetting, BrokenLaw, BrokenPart, LostLaw, SpecbeamError
-from specbeam.core.forest import NO_KNOWN_ROWS, Forest, Start, next_start, start_of_roots, turn_rows
+from specbeam.core.forest import NO_KNOWN_ROWS, Forest, Start, next_start, scored_rows_of, start_of_roots
 from specbeam.core.laws.named import UNKNOWN
 from specbeam.core.laws.warp import Warp, on_host
 from specbeam.core.limits import Ended, Limits
-from specbeam.core.ranked import whole_rows
 from specbeam.core.records import Certificate, ExtraInputs, Needs, Report, RowCounts, Shape, Turn, Verdict
 
 
@@ -402,7 +401,7 @@ class Session:
         if not self.keeps_nodes:
             return start_of_roots(survivors.tokens, self.start.known.rows)
         forest = turn.forest
-        rows = turn_rows(whole_rows(on_host(turn.scored.logits)), forest.size, forest.known)
+        rows = scored_rows_of(forest, on_host(turn.scored.logits))
         return next_start(forest.tokens, forest.parents, rows, survivors.nodes, survivors.tokens, turn.verdict.kept)
 
     def put_aside(self, ended: EndedTexts) -> None:

@@ -52,8 +52,8 @@ from specbeam.core.forest import (
     nodes_without,
     rows_in_place,
     rows_of_nodes,
+    scored_rows_of,
     start_of,
-    turn_rows,
 )
 from specbeam.core.laws.edits import follows_text, rows_with_bans
 from specbeam.core.laws.evidence import Evidence, gathers, no_evidence, note_draw
@@ -708,7 +708,7 @@ def judged_beams(
     Raises `BrokenLaw`; `DeadEnd` if no live beam has an allowed token and none ended before. If layers were decided before
     the dead end, they are returned, and the next turn raises.
     """
-    rows = turn_rows(whole_rows(on_host(scored)), forest.size, forest.known)
+    rows = scored_rows_of(forest, on_host(scored))
     most = max(candidate_count(spec.beams, len(spec.stop.eos)), spec.beams)
     layers_at_most = most_layers(forest) + 1
     finished = session.finished_with_room(most * layers_at_most)

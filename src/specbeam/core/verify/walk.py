@@ -22,8 +22,8 @@ from specbeam.core.forest import (
     Siblings,
     find_child,
     groups_by_node,
+    scored_rows_of,
     start_of,
-    turn_rows,
 )
 from specbeam.core.laws.evidence import Evidence, gathers, no_evidence, note_draw
 from specbeam.core.laws.named import EXACT
@@ -32,7 +32,6 @@ from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_nor
 from specbeam.core.laws.rows import RowLaw, best_token, odds_on, place_in, row_law, token_at
 from specbeam.core.laws.warp import Rows, check_condition, on_host, processed_rows, row_laws
 from specbeam.core.noise import child_key
-from specbeam.core.ranked import whole_rows
 from specbeam.core.records import Verdict
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, open_step, step, verb
@@ -483,7 +482,7 @@ def verdict_by_step(
         one = getattr(one, "py_func", one)
     finished = session.finished_with_room(2 * forest.size + widths.most)
     before = int(finished.held[0])
-    known_and_fresh = turn_rows(whole_rows(rows), forest.size, forest.known)
+    known_and_fresh = scored_rows_of(forest, rows)
     turn = ScoredTurn(known_and_fresh, forest, session.beams, widths, session.length, finished)
     layers, condition = one(spec, turn, inputs.dice, inputs.evidence, inputs.observer)
     finished.held[0] = before  # the session adds them when it moves on
