@@ -47,14 +47,13 @@ class RowsOfSession:
             if failure is not None and (failure is self.moved.failure or not isinstance(failure, Exception)):
                 raise failure
 
-    def _process(
-        self, rows: int, count: int, vocab: int, wide: int, tokens: int, parents: int, nodes: int, wanted: int
-    ) -> None:
-        """Process the rows of `count` forest nodes in place; `wanted` is the address of the node numbers.
+    def _process(self, *numbers: int) -> None:
+        """Process rows of forest nodes in place; the numbers are those that `laws.edits` passes.
 
         One call at a time in the whole process: runs go in parallel threads, and the sessions of a request share processors,
         which may have a state.
         """
+        rows, count, vocab, wide, tokens, parents, nodes, wanted = numbers
         kind = ctypes.c_double if wide == 8 else ctypes.c_float
         raw = array_at(rows, count * vocab, kind).reshape(count, vocab)
         forest_tokens = integers_at(tokens, nodes)
