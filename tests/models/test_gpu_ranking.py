@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from specbeam.core.laws.ranking import pairs_of_best_value
+from specbeam.core.laws.ranking import WHOLE_ROWS, pairs_of_best_value
 from specbeam.core.laws.reduce import log_norm
 from specbeam.core.noise import gumbel, leading_bits, scramble
 from specbeam.engines.gpu import ranking
@@ -71,7 +71,7 @@ def best_of(row, logits, count):
     keys = NO_KEYS if row.key is None else np.array([row.key], dtype=np.uint64)
     temperature = 1.0 if row.key is None else row.temperature
     every = np.ones(1, dtype=np.bool_)
-    return pairs_of_best_value(logits[None], np.zeros(1), temperature, np.zeros(1), keys, every, count)
+    return pairs_of_best_value(logits[None], WHOLE_ROWS, np.zeros(1), temperature, np.zeros(1), keys, every, count)
 
 
 def check(kind, rows, count, bans_in_norms=False):
