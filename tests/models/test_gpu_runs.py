@@ -81,7 +81,7 @@ def texts(pair, method, options, batch_size):
     return [[beam.tokens for beam in one.beams] for one in found], found
 
 
-QUICK = [("beam sampling", 3, 3), ("dsbd with a top-k", 1, 0), ("dsbd with a top-k", 3, 0), ("sampling", 3, None)]
+QUICK = [("beam sampling", 3, 3), ("dsbd with a top-k", 3, 0)]  # each method compiles loops of its own
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_many_sessions_go_in_as_few_passes_as_the_staging_allows(pairs, monkeypa
     made = on_gpu.target.runner.runs
     monkeypatch.setattr(made.callback, "_function", lambda *given: noted(made, *given))
     settings = Settings(max_new_tokens=3, eos_token_id=[])
-    sessions = [*Request.of(on_gpu, [[1, 2, 3 + k] for k in range(5)], sb.beam_search(2), settings, 3).sessions]
+    sessions = [*Request.of(on_gpu, [[1, 2, 3 + k] for k in range(5)], sb.beam_sampling(3), settings, 3).sessions]
     for _ in decode(on_gpu.target, sessions, ahead=32):
         pass
     assert all(one.failure is None for one in sessions)
@@ -143,6 +143,7 @@ def test_a_pass_that_fails_ends_its_sessions_and_no_later_ones(pairs, monkeypatc
     assert texts(on_gpu, sb.beam_sampling(3), {}, 3)[0] == expected
 
 
+@pytest.mark.slow
 def test_rows_of_stored_nodes_are_computed_again(pairs):
     """A turn in Python after a run asks for rows of roots that the run has stored."""
     _, on_gpu = pairs
