@@ -12,7 +12,7 @@ import specbeam as sb
 from specbeam.core import compiling, runs
 from specbeam.core.decode import decode
 from specbeam.core.decoder import Decoder
-from specbeam.core.ranked import WHOLE
+from specbeam.core.ranked import WHOLE, are_whole
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
 from specbeam.engines.gpu import runs as gpu_runs
@@ -143,18 +143,54 @@ def test_a_pass_that_fails_ends_its_sessions_and_no_later_ones(pairs, monkeypatc
     assert texts(on_gpu, sb.beam_sampling(3), {}, 3)[0] == expected
 
 
-@pytest.mark.slow
-def test_rows_of_stored_nodes_are_computed_again(pairs):
-    """A turn in Python after a run asks for rows of roots that the run has stored."""
+def test_rows_of_stored_nodes_are_computed_again(pairs, monkeypatch):
+    """Turns in Python between runs ask for whole rows of kept nodes; roots that were not drafted wait to be stored."""
     _, on_gpu = pairs
-    settings = Settings(max_new_tokens=8, eos_token_id=[])
-    plain = [*Request.of(on_gpu, PROMPTS[:1], sb.dsbd(3, depth=2), settings, 3).sessions]
-    mixed = [*Request.of(on_gpu, PROMPTS[:1], sb.dsbd(3, depth=2), settings, 3).sessions]
-    for _ in decode(on_gpu.target, plain, ahead=0):
+    listing_of_length(monkeypatch, 3)
+    settings = Settings(max_new_tokens=12, eos_token_id=[])
+    plain, mixed = (
+        one for _ in range(2) for one in Request.of(on_gpu, PROMPTS[:1], sb.dsbd(3, depth=2), settings, 3).sessions
+    )
+    for _ in decode(on_gpu.target, [plain], ahead=0):
         pass
+    compared = 0
     with Decoder(on_gpu.target, ahead=1) as decoder:
-        decoder.add(mixed[0])
+        decoder.add(mixed)
         while decoder.busy:
+            lists = mixed.start.known.rows
+            if len(lists.logits) and not are_whole(lists):
+                runs.take_whole_rows(on_gpu.target, mixed)
+                rows = mixed.start.known.rows.logits
+                listed = np.take_along_axis(rows, lists.tokens, axis=1)
+                np.testing.assert_allclose(listed, lists.logits, atol=1e-4)
+                np.testing.assert_allclose(np.log(np.exp(rows.astype(float)).sum(axis=1)), lists.norms, atol=1e-4)
+                compared += len(rows)
             decoder.ahead = 1 - decoder.ahead
             decoder.step()
-    assert [list(one.tokens) for one in mixed[0].hypotheses()] == [list(one.tokens) for one in plain[0].hypotheses()]
+    assert compared > 3
+    assert [one.tokens for one in mixed.hypotheses()] == [one.tokens for one in plain.hypotheses()]
+
+
+def test_long_lists_are_whole_rows(pairs):
+    """A kernel lists a limited number of tokens; a law may need more."""
+    _, on_gpu = pairs
+    (session,) = Request.of(on_gpu, [[1, 2]], sb.beam_sampling(3), Settings(max_new_tokens=3, top_k=200), 3).sessions
+    assert runs.listing_of(session, 3, 128_000) == WHOLE
+    (session,) = Request.of(on_gpu, [[1, 2]], sb.beam_sampling(3), Settings(max_new_tokens=3, top_k=100), 3).sessions
+    assert runs.listing_of(session, 3, 128_000).length == 106
+
+
+def test_a_session_with_a_large_mask_gets_a_larger_staging(pairs):
+    on_cpu, on_gpu = pairs
+    made = on_gpu.target.runner.runs
+    before = made.staging
+    try:
+        made.make_room(before.mask_bytes)
+        assert made.staging is before
+        made.make_room(before.mask_bytes + 1)
+        assert made.staging.mask_bytes > before.mask_bytes
+        expected, _ = texts(on_cpu, sb.beam_sampling(3), {}, 1)
+        assert texts(on_gpu, sb.beam_sampling(3), {}, 3)[0] == expected
+    finally:
+        made.staging = before
+        made.rankers = {}

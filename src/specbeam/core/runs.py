@@ -34,7 +34,7 @@ from specbeam.core.forest import (
 )
 from specbeam.core.laws.edits import NO_EDITS
 from specbeam.core.laws.evidence import no_evidence
-from specbeam.core.laws.listing import LISTED_FROM, as_listed, joined_listing
+from specbeam.core.laws.listing import LISTED_FROM, MOST_LISTED, as_listed, joined_listing
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import SPAN, Limits
@@ -156,7 +156,7 @@ def listing_of(session: Session, width: int, vocab: int) -> Listing:
     if session.audited or not session.warp.takes_raw_rows:
         return WHOLE
     found = joined_listing(decides(session), drafts(session, width))
-    return found if 4 * found.length < vocab else WHOLE
+    return found if found.length <= min(MOST_LISTED, vocab // 4) else WHOLE
 
 
 def _listing_for(target: LM, session: Session, width: int) -> Listing:

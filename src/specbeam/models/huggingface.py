@@ -445,7 +445,7 @@ class HuggingFaceLM:
         if not self._is_stored_for_steps(cache, fresh):
             yield None
             return
-        with self.runner.runs.arrays(cache, fresh + more) as arrays:  # type: ignore[union-attr]
+        with self.runner.runs.arrays(cache, fresh, more) as arrays:  # type: ignore[union-attr]
             yield arrays
 
     @property

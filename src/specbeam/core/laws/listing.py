@@ -10,6 +10,7 @@ from specbeam.core.ranked import WHOLE, Listing, Ranked, are_whole
 from specbeam.core.steps import Array, step
 
 LISTED_FROM = 2**12  # size of the vocabulary from which lists pay
+MOST_LISTED = 128  # maximum number of tokens of a list; laws that need more get whole rows
 EQUALS = 6  # further tokens of a list by logit, because logits of 16 bits are often equal
 NUCLEUS = 64  # tokens of a list for a top-p or min-p without a top-k
 

@@ -28,10 +28,10 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from specbeam.core.laws.listing import MOST_LISTED
 from specbeam.engines.gpu.kernels import step
 from specbeam.engines.torch.ranking import NO_TOKEN, SLACK, RankedRows, plain_settings, room_for_ranked
 
-MOST_LISTED = 128
 _TILE = 2048  # tokens of a program of `_summarise`
 _WIDE = 128  # tokens of a block
 _NARROW = 64  # tokens of a block, for lists of more than `_WIDE_LISTS` tokens

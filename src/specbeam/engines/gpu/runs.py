@@ -19,6 +19,7 @@ from specbeam.core.compiling.compiler import Array, borrowed, compiled
 from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.compiling.held import address_of_record, held_at
 from specbeam.core.cycles import cycles
+from specbeam.core.laws.listing import MOST_LISTED
 from specbeam.core.measure.profiler import span
 from specbeam.core.passes import (
     CYCLES,
@@ -33,10 +34,10 @@ from specbeam.core.passes import (
     settle_target,
     whole_rows_again,
 )
-from specbeam.core.ranked import WHOLE, Listing, Ranked, are_whole, room_for_listing, rows_between, whole_rows
+from specbeam.core.ranked import WHOLE, Listing, Ranked, are_whole, room_for_listing, whole_rows
 from specbeam.engines.arrays import Integers
 from specbeam.engines.gpu.graphs import shape_for_sizes
-from specbeam.engines.gpu.staging import Inputs, ModelLimits, mask_bytes, write_rows
+from specbeam.engines.gpu.staging import Inputs, ModelLimits, Staging, mask_bytes, write_rows
 from specbeam.engines.kv.steps import BLOCK, HELD, KNOWN, SIZE, STORED, Trie, add_survivors, enter, feed_slots, prune
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from specbeam.engines.gpu.ranking import RowRanker
     from specbeam.engines.torch.ranking import RankedRows
 
-MOST_LISTED = 128  # tokens of a list
 _FLOAT = ctypes.c_float
 _SUMS = 6  # words of a list before its tokens: norm, warm norm and rest as float64
 
@@ -76,6 +76,13 @@ def nodes_again(cache: GpuRun, nodes: Array) -> Array:
             again[count] = trie.local[node]
             count += 1
     return again[:count]
+
+
+@compiled
+def rows_of_pass(cache: GpuRun, again: Array) -> int:
+    """Return the number of rows of a session in a pass: its pending nodes, and the local nodes `again`."""
+    counts = cache.trie.counts
+    return counts[SIZE] - counts[STORED] + len(again)
 
 
 @compiled
@@ -206,7 +213,7 @@ def extend_gpu_runs(like: GpuRun, caches: list[Any], asked: list[Asked], whole: 
             if len(one.wanted) > 0:
                 enter(cache.trie, one.tokens, one.parents)
                 again = nodes_again(cache, one.wanted)
-                own = cache.trie.counts[SIZE] - cache.trie.counts[STORED] + len(again)
+                own = rows_of_pass(cache, again)
                 fits = rows + own <= len(inputs.tokens) and sessions < inputs.sessions.shape[1]
                 fits &= byte + mask_bytes_of(cache, own) <= len(inputs.seen)
                 if not fits and sessions > 0:
@@ -241,15 +248,21 @@ def extend_gpu_runs(like: GpuRun, caches: list[Any], asked: list[Asked], whole: 
 @whole_rows_again.of(GpuRun)
 @compiled
 def score_gpu_again(cache: GpuRun, known: Ranked, nodes: Array) -> Ranked:
-    """Compute the rows of stored nodes again, if they are lists; see `whole_rows_again`."""
-    if are_whole(known) or len(nodes) == 0:
-        return known if are_whole(known) else whole_rows(np.empty((0, cache.vocab), dtype=np.float32))
+    """Compute the rows of stored nodes again, if they are lists; see `whole_rows_again`.
+
+    Pending nodes take part in the pass, which stores them.
+    """
+    if are_whole(known):
+        return known
     found = np.empty((len(nodes), cache.vocab), dtype=np.float32)
+    if len(nodes) == 0:
+        return whole_rows(found)
     again = nodes_again(cache, nodes)
+    rows = rows_of_pass(cache, again)
     keys = np.zeros(len(nodes), dtype=np.uint64)
     byte = write_session(cache, nodes, again, keys, (0, 0, 0), 0)
-    if not run_written(cache, len(again), 1, len(again), len(nodes), byte, found):
-        return rows_between(known, 0, 0)
+    if not run_written(cache, rows, 1, rows, len(nodes), byte, found):
+        raise RuntimeError("a pass on the GPU failed")
     return whole_rows(found)
 
 
@@ -304,7 +317,8 @@ class RunPasses:
     def __init__(self, passes: "GpuPasses") -> None:
         self.passes = passes
         self.callback = Callback(self.run)
-        staging = passes.staging
+        self.staging = passes.staging  # a larger one if the mask of a session needs it
+        staging = self.staging
         pinned = staging.device.type == "cuda"
         words = staging.rows * (_SUMS + 2 * MOST_LISTED)
         self.lists = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
@@ -316,7 +330,7 @@ class RunPasses:
 
         found = self.rankers.get(listing)
         if found is None:
-            staging = self.passes.staging
+            staging = self.staging
             found = RowRanker(staging.rows, self.passes.vocab, listing.length, staging.device)
             found.settings.temperatures.fill_(listing.temperature)
             found.settings.noisy.fill_(int(listing.by_noise))
@@ -324,32 +338,55 @@ class RunPasses:
             self.rankers[listing] = found
         return found
 
+    def make_room(self, mask_end: int) -> None:
+        """Replace the staging by one that holds a mask of this many bytes, unless it already does.
+
+        Graphs read the staging of the model only, so passes with a larger one are launched kernel by kernel.
+        """
+        staging = self.staging
+        if mask_end > staging.mask_bytes:
+            self.staging = Staging(staging.device, staging.rows, staging.sessions, 2 * mask_end)
+            self.rankers = {}
+
     @contextmanager
-    def arrays(self, cache: "GpuCache", fresh: int) -> Iterator[GpuRun]:
-        """Yield a session's cache as arrays for runs, which may add up to `fresh` new nodes."""
+    def arrays(self, cache: "GpuCache", fresh: int, more: int = 0) -> Iterator[GpuRun | None]:
+        """Yield a session's cache as arrays for runs; None if a pass may have more rows than the staging.
+
+        Args:
+            fresh: maximum number of new nodes in a pass.
+            more: capacity for further nodes that are stored later.
+        """
         passes = self.passes
-        cache.trie.make_room(fresh)
-        cache.trie.make_slots(cache.trie.pending + fresh)
+        cache.trie.make_room(fresh + more)
+        cache.trie.make_slots(cache.trie.pending + fresh + more)
         passes.reserve([cache])
+        rows = cache.trie.known + cache.trie.pending + fresh  # stored nodes may take part again
+        if rows > self.staging.rows:
+            yield None
+            return
+        self.make_room(int(mask_bytes(passes.limits, rows, cache.trie.capacity)))
         yield GpuRun(
-            cache.trie.arrays, passes.limits, passes.staging.filled, cache.row, passes.source_of(cache), passes.vocab,
+            cache.trie.arrays, passes.limits, self.staging.filled, cache.row, passes.source_of(cache), passes.vocab,
             WHOLE, self.callback.address, self.lists.numpy(),
         )  # fmt: skip
 
     def score_again(self, cache: "GpuCache", nodes: Integers) -> Float32[np.ndarray, "nodes vocab"]:
         """Return the logits of stored forest nodes, computed by a pass that stores nothing new."""
+        listed = room_for_listing(len(nodes), self.passes.vocab, Listing(1))
         with self.arrays(cache, 0) as arrays:
-            listed = room_for_listing(len(nodes), self.passes.vocab, Listing(1))
-            found: Float32[np.ndarray, "nodes vocab"] = score_gpu_again(arrays, listed, nodes).logits
-        if len(found) < len(nodes):
-            raise self.callback.failure or RuntimeError("a pass on the GPU failed")
+            if arrays is None:
+                raise RuntimeError(f"a pass on the GPU takes up to {self.staging.rows} rows of a session")
+            try:
+                found: Float32[np.ndarray, "nodes vocab"] = score_gpu_again(arrays, listed, nodes).logits
+            except RuntimeError as error:
+                raise (self.callback.failure or error) from None
         return found
 
     def run(self, *numbers: int) -> None:
         """Run the pass that steps have written to the staging; the numbers are those that `run_written` passes."""
         rows, sessions, most, wanted, mask_end, goal, kind, bits = numbers
         passes = self.passes
-        staging = passes.staging
+        staging = self.staging
         shape = shape_for_sizes(rows, sessions, most, wanted)
         staging.pad(rows, sessions, wanted, shape)
         with span("model"), passes.on_device(), torch.inference_mode():

@@ -10,6 +10,7 @@ import torch
 from specbeam.core.answers import scored_rows
 from specbeam.core.compiling.held import held_at
 from specbeam.core.forest import Forest
+from specbeam.core.laws.listing import MOST_LISTED
 from specbeam.core.laws.reduce import log_norm
 from specbeam.core.lm import Uncached
 from specbeam.core.passes import (
@@ -29,7 +30,7 @@ from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, step
 
 ROWS = 64  # number of different rows of logits
-LISTED = 128  # maximum number of tokens of a list
+LISTED = MOST_LISTED + 1  # best tokens of a row that are kept: one more than a list has
 LAUNCHES, SENT, BYTES = range(3)  # indices of `IdleCache.counts`
 
 
@@ -62,7 +63,7 @@ def extend_idly(cache: IdleCache, tokens: Array, parents: Array, wanted: Array) 
 def listed_idly(cache: IdleCache, asked: Asked) -> Ranked:
     """Return the lists of the wanted nodes, which are by logit."""
     count = len(asked.wanted)
-    length = min(cache.listing.length, cache.best.shape[1] - 1)
+    length = cache.listing.length
     tokens = np.empty((count, length), dtype=np.int64)
     logits = np.empty((count, length), dtype=np.float32)
     norms = np.empty(count)
