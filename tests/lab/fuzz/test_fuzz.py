@@ -32,6 +32,19 @@ def test_a_seed_gives_the_same_calls(alone):
     assert drawn(3) != drawn(4)
 
 
+def test_words_are_not_given_where_recipes_take_parts(alone):
+    """Under the type checker of the test run, such a call would be a crash or a refusal by the number of calls before."""
+    for number in range(200):
+        call = random_call(alone, "no draft", 0, number)
+        if call.method in ("beam_search", "beam_sampling"):
+            words = [
+                value
+                for value in call.settings.values()
+                if isinstance(value, str) and value not in ("fixed", "dynamic")
+            ]
+            assert words == [], str(call)
+
+
 def test_random_calls_hold_all_invariants(alone):
     for number in range(40):
         call = random_call(alone, "no draft", 0, number)

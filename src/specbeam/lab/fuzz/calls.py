@@ -62,6 +62,9 @@ _OF_RECIPE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("mtjd", "depth"): (1, 2),
     ("mtjd", "top"): (None, 2, 5),
 }
+# Recipes whose drafter, rule and controller are parts, not words: random calls keep their own.
+_TAKE_PARTS = ("beam_search", "speculative_beam_search", "beam_sampling", "dsbd")
+_OF_RECIPE |= {(recipe, part): (None,) for recipe in _TAKE_PARTS for part in ("rule", "controller")}
 # The values of options that cut off unlikely tokens, besides top_k, whose values depend on the vocabulary.
 _CUTS: dict[str, tuple[float, ...]] = {"top_p": (0.1, 0.5, 0.95, 1.0), "min_p": (0.02, 0.3, 1.0)}
 _ODDS_OF_SETTING = 0.4
