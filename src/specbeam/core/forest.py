@@ -210,7 +210,7 @@ def no_frontier_rows(rows: int = 0, vocab: int = 0, dtype: Any = np.float32) -> 
 def add_frontier_rows(
     frontier_rows: FrontierRows, nodes: Array, scores: Array, counts: Array, rows: Ranked
 ) -> FrontierRows:
-    """Return the rows, extended by those of one more layer, which are copied to `frontier_rows.rows`."""
+    """Return the rows with a further layer, whose rows are copied into `frontier_rows.rows`."""
     start = len(frontier_rows.nodes)
     stop = start + len(nodes)
     for place in range(len(nodes)):
@@ -579,7 +579,7 @@ def nodes_without(nodes: Array, known: Array) -> Array:
 
 @step
 def rows_with_known(nodes: Array, known: KnownRows, others: Ranked) -> Ranked:
-    """Return the rows of forest nodes, given the rows `others` of those that are not known, in order."""
+    """Return the rows of forest nodes; `others` are the rows of the unknown nodes, in order."""
     if len(others.logits) == len(nodes):
         return others
     like = others if len(others.logits) > 0 else known.rows

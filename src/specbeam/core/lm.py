@@ -171,12 +171,17 @@ class RunLM(LM, Protocol):
         ...
 
 
+def runs_turns(lm: Any) -> TypeGuard[RunLM]:
+    """Return whether compiled runs can take whole turns with a model."""
+    return bool(getattr(lm, "supports_runs", False))
+
+
 def shares_passes(lm: Any) -> TypeGuard[RunLM]:
     """Return whether one pass of a model can serve the runs of many sessions: its attribute `shares_passes` is True.
 
     Its kind of cache then has a step of `core.passes.extend_all`.
     """
-    return getattr(lm, "supports_runs", False) and getattr(lm, "shares_passes", False)
+    return runs_turns(lm) and bool(getattr(lm, "shares_passes", False))
 
 
 def runs_in_steps(lm: Any) -> TypeGuard[StepLM]:

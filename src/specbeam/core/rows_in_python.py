@@ -48,7 +48,7 @@ class RowsOfSession:
                 raise failure
 
     def _process(self, *numbers: int) -> None:
-        """Process rows of forest nodes in place; the numbers are those that `laws.edits` passes.
+        """Process rows of forest nodes in place; `laws.edits` passes the numbers.
 
         One call at a time in the whole process: runs go in parallel threads, and the sessions of a request share processors,
         which may have a state.

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from specbeam.core.laws.listing import LISTED_FROM, MOST_LISTED, as_listed, join
 from specbeam.core.laws.reduce import SOUND
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import SPAN, Limits
-from specbeam.core.lm import LM, RunLM, shares_passes
+from specbeam.core.lm import LM, RunLM, runs_turns, shares_passes
 from specbeam.core.measure.profiler import apportion
 from specbeam.core.passes import whole_rows_again
 from specbeam.core.ranked import WHOLE, Listing, are_of_form, are_whole, room_for_listing, rows_for_steps
@@ -572,8 +572,8 @@ def take_whole_rows(target: LM, session: Session) -> None:
     known = session.start.known
     if are_whole(known.rows):
         return
-    context = target.for_run(session, 0, 0, 0)  # type: ignore[attr-defined]
-    with context as cache:
+    context = target.for_run(session, 0, 0, 0) if runs_turns(target) else None
+    with context or nullcontext() as cache:
         if cache is None:
             raise BrokenPart(f"{type(target).__name__} returned lists of tokens, and cannot return whole rows")
         rows = whole_rows_again(cache, known.rows, known.nodes)

@@ -12,7 +12,7 @@ from specbeam.core.forest import KnownRows, Start
 from specbeam.core.laws.reduce import BROKEN, SOUND, UNDECIDED
 from specbeam.core.passes import CYCLES, extend_all
 from specbeam.core.ranked import copied_rows, no_lists
-from specbeam.core.run_steps import NO_TURN, finish_turn, mark_turn, next_depth, undo_turn
+from specbeam.core.run_steps import NO_TURN, Mark, finish_turn, mark_turn, next_depth, undo_turn
 from specbeam.core.steps import Array, borrowed, step
 from specbeam.core.turn_steps import (
     DRAFT,
@@ -22,6 +22,7 @@ from specbeam.core.turn_steps import (
     SCORE,
     RunRoom,
     RunSpec,
+    RunTurn,
     begin_task,
     drafted_turn,
     judged_turn,
@@ -63,17 +64,45 @@ def own_start(start: Start) -> Start:
 
 
 @step
+def depths_of_all(jobs: Array, like: RunInputs, lives: list[Beams], starts: list[Start]) -> Array:
+    """Return the depth of each session's next draft, int64[sessions]; see `next_depth`."""
+    depths = np.empty(len(jobs), dtype=np.int64)
+    for number in range(len(jobs)):
+        job = held_at(jobs[number], like)
+        live = lives[number]
+        start = starts[number]
+        depths[number] = next_depth(job.target, job.draft, job.spec, live, start, job.room, job.turns, job.dice)
+    return depths
+
+
+@step
+def judged_by_whole_rows(job: RunInputs, mark: Mark, live: Beams, start: Start, depth: int) -> RunTurn:
+    """Undo a turn whose draft lists could not decide, and take it by itself with whole rows."""
+    undo_turn(job.target, job.draft, job.spec, mark, job.room, job.dice)
+    task = begin_task(job.target, job.spec, live, start, job.room, depth, no_lists(job.spec.listing))
+    return take_turn(job.target, job.draft, job.spec, task, start, job.room, job.dice)
+
+
+@step
+def add_shared_spans(turn: RunTurn, in_model: int, drafting: int, scoring: int) -> None:
+    """Add a session's shares of the cycles of the passes and drafts of all."""
+    turn.spans[DRAFT_MODEL] += in_model
+    turn.spans[DRAFT] += drafting - in_model
+    turn.spans[SCORE] += scoring
+
+
+@step
 def run_turns_together(
     jobs: Array, like: RunInputs, standings: Array, stands_like: Standing, most_turns: int
 ) -> tuple[list[Beams], list[Start], Array]:
     """Run up to `most_turns` turns of each session, until a session is over or cannot take the next turn.
 
-    Returns for each session the live beams, the start of the next turn and the condition: SOUND; or, if its last turn was
-    undone because Python has to take it, BROKEN or LOOK; or REFUSED if the model lacks one of its tokens or positions.
+    Returns for each session the live beams, the start of the next turn and the condition: SOUND; BROKEN or LOOK if its last
+    turn was undone because Python has to take it; REFUSED if the model lacks one of its tokens or positions.
 
     Args:
         jobs: int64[sessions], the addresses of their `RunInputs` (see `compiling.held`).
-        like: the job of any of them; all jobs have the same type.
+        like: the inputs of any of them; all have the same type.
         standings, stands_like: the same for the `Standing` of each session.
     """
     # No comprehensions, see `compiling.held`.
@@ -91,13 +120,11 @@ def run_turns_together(
         targets.append(address_of_record(job.target))
         drafts.append(address_of_record(job.draft))
     conditions = np.full(count, SOUND)
+    going = True
     for _ in range(most_turns):
-        depths = np.empty(count, dtype=np.int64)
-        for number in every:
-            job = held_at(jobs[number], like)
-            depths[number] = next_depth(
-                job.target, job.draft, job.spec, lives[number], starts[number], job.room, job.turns, job.dice
-            )
+        if not going:
+            break
+        depths = depths_of_all(jobs, like, lives, starts)
         if (depths == NO_TURN).any():
             break
         began = cycles()
@@ -105,11 +132,10 @@ def run_turns_together(
         tasks = []
         for number in every:
             job = held_at(jobs[number], like)
-            listing = job.spec.listing
-            marks.append(mark_turn(job.draft, job.spec, starts[number], job.room, job.dice))
-            tasks.append(
-                begin_task(job.target, job.spec, lives[number], starts[number], job.room, depths[number], listing)
-            )
+            live = lives[number]
+            start = starts[number]
+            marks.append(mark_turn(job.draft, job.spec, start, job.room, job.dice))
+            tasks.append(begin_task(job.target, job.spec, live, start, job.room, depths[number], job.spec.listing))
         spent = np.zeros((count, 2), dtype=np.int64)
         drafted = draft_all(like.spec.drafts, like, jobs, drafts, tasks, spent)
         turns = []
@@ -124,28 +150,21 @@ def run_turns_together(
         scoring = cycles()
         rows = extend_all(like.target, targets, asked, False, spent)
         scored = cycles()
-        going = True
         for number in every:
             job = held_at(jobs[number], like)
             mark = marks[number]
-            judged = judged_turn(job.target, job.spec, turns[number], starts[number], rows[number], job.room, job.dice)
+            start = starts[number]
+            judged = judged_turn(job.target, job.spec, turns[number], start, rows[number], job.room, job.dice)
             if judged.condition == UNDECIDED:
-                undo_turn(job.target, job.draft, job.spec, mark, job.room, job.dice)
-                whole = no_lists(job.spec.listing)
-                task = begin_task(job.target, job.spec, lives[number], starts[number], job.room, depths[number], whole)
-                judged = take_turn(job.target, job.draft, job.spec, task, starts[number], job.room, job.dice)
+                judged = judged_by_whole_rows(job, mark, lives[number], start, depths[number])
             if judged.condition != SOUND:
                 undo_turn(job.target, job.draft, job.spec, mark, job.room, job.dice)
                 conditions[number] = judged.condition if judged.condition in (LOOK, REFUSED) else BROKEN
                 going = False
                 continue
-            judged.spans[DRAFT_MODEL] += in_draft_models // count
-            judged.spans[DRAFT] += (scoring - began - in_draft_models) // count
-            judged.spans[SCORE] += (scored - scoring) // count
+            add_shared_spans(judged, in_draft_models // count, (scoring - began) // count, (scored - scoring) // count)
             live, start, over, stops = finish_turn(job.target, job.draft, job.spec, judged, job.room, mark)
             lives[number] = live
             starts[number] = start
             going = going and not over and not stops
-        if not going:
-            break
     return lives, starts, conditions

@@ -146,7 +146,7 @@ class RunTurn(NamedTuple):
     condition: int  # SOUND; otherwise the turn has to be taken in Python; LOOK: only to look for stop strings
     passes: int  # of the draft model
     layers_run: bool  # whether the pass of the target ran its layers
-    spans: Array  # int64[5]: cycles, by `PARTS`; those of "settle" are added later
+    spans: Array  # int64[5]: cycles, by `PARTS`; settling adds its own later
 
 
 @step

@@ -1069,7 +1069,7 @@ def unplaced_in(body: Any, family: ModelFamily) -> int:
 
 
 def embeddings_of(model: "PreTrainedModel", family: ModelFamily) -> Tensor:
-    """Return the embeddings of tokens as hidden states, [vocab, hidden]: those of the module, or their projection."""
+    """Return the embeddings of tokens as hidden states, [vocab, hidden], projected if the model projects them."""
     weight: Tensor = embedding_of(model, family).weight.detach()
     enter = matrix_at(model, family.enter, family)
     return weight if enter is None else nn.functional.linear(weight.float(), enter.float())

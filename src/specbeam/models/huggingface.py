@@ -438,7 +438,7 @@ class HuggingFaceLM:
         """Yield a session's cache for runs with the engine for GPUs; None if a run cannot begin with it."""
         cache = self._cache(session, needs)
         is_plain = getattr(cache, "is_for_steps", False) and not getattr(cache, "takes_embeddings", False)
-        runs_all = hasattr(cache, "has_stale_rows")  # the caches of layer ranges are those of the engine for CPUs
+        runs_all = hasattr(cache, "has_stale_rows")  # sessions that run layers in ranges have caches of another kind
         if needs != LOGITS or not (is_plain and runs_all) or self.shares(session):
             yield None
             return
@@ -450,7 +450,10 @@ class HuggingFaceLM:
 
     @property
     def returns_lists(self) -> bool:
-        """Whether passes of compiled runs return lists of tokens. On CPUs whole rows were 3 to 12 % faster."""
+        """Whether passes of compiled runs return lists of tokens.
+
+        On a CPU the rows are in memory already, so a list would only be more work.
+        """
         return self.supports_runs and not isinstance(self.runner, PackedPasses)
 
     @property

@@ -501,7 +501,7 @@ def with_next_layer(
 
 @step
 def keys_of_nodes(beams: Beams, nodes: Array) -> Array:
-    """Return the noise keys of the beams that end at these nodes, uint64[n]; the nodes must be among those of the beams."""
+    """Return the noise key of the beam that ends at each node, uint64[n]; a beam must end at each of them."""
     keys = np.empty(len(nodes), dtype=np.uint64)
     beam = 0
     for place in range(len(nodes)):

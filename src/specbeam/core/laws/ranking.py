@@ -29,6 +29,17 @@ def token_in(names: Array, beam: int, place: int) -> int:
 
 
 @step
+def value_of(
+    logits: Array, names: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, beam: int, place: int
+) -> float:
+    """Return the value of a pair: (logit + shift) / temperature + log count + noise; see `pairs_of_best_value`."""
+    value = (np.float64(logits[beam, place]) + shift[beam]) / temperature + log_counts[beam]
+    if len(keys) > 0:
+        value += gumbel(keys[beam], token_in(names, beam, place))
+    return value
+
+
+@step
 def insert(values: Array, pairs: Array, held: int, value: float, pair: int) -> int:
     """Insert a pair into a list of `held` pairs, sorted by descending value, then by pair. Returns the new number of pairs.
 
@@ -183,9 +194,7 @@ def _best_of_lists(
             continue
         for place in range(columns):
             if logits[beam, place] > -np.inf:
-                value = (np.float64(logits[beam, place]) + shift[beam]) / temperature + log_counts[beam]
-                if len(keys) > 0:
-                    value += gumbel(keys[beam], names[beam, place])
+                value = value_of(logits, names, shift, temperature, log_counts, keys, beam, place)
                 held = insert(values, pairs, held, value, beam * columns + place)
     return pairs[:held], values[:held]
 
@@ -211,10 +220,7 @@ def _best_by_sorting(
             continue
         for place in range(columns):
             if logits[beam, place] > -np.inf:
-                value = (np.float64(logits[beam, place]) + shift[beam]) / temperature + log_counts[beam]
-                if len(keys) > 0:
-                    value += gumbel(keys[beam], token_in(names, beam, place))
-                values[held] = value
+                values[held] = value_of(logits, names, shift, temperature, log_counts, keys, beam, place)
                 pairs[held] = beam * columns + place
                 held += 1
     best = sorted_places(values[:held])[:count]
@@ -246,9 +252,7 @@ def rank_pairs(
     for pair in given:
         beam = pair // columns
         place = pair % columns
-        value = (np.float64(logits[beam, place]) + shift[beam]) / temperature + log_counts[beam]
-        if len(keys) > 0:
-            value += gumbel(keys[beam], token_in(names, beam, place))
+        value = value_of(logits, names, shift, temperature, log_counts, keys, beam, place)
         if sorts:
             values[held] = value
             chosen[held] = pair

@@ -40,7 +40,7 @@ class Choices(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Choices sorted by expert; those of an expert are in the order of their rows."""
+    """Choices sorted by expert, then by row."""
 
     order: Int32[Tensor, " choices"]  # numbers of the choices
     starts: Int32[Tensor, " edges"]  # the first place of each expert in `order`, and the number of choices

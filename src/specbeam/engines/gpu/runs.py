@@ -383,7 +383,7 @@ class RunPasses:
         return found
 
     def run(self, *numbers: int) -> None:
-        """Run the pass that steps have written to the staging; the numbers are those that `run_written` passes."""
+        """Run the pass that steps have written to the staging. `run_written` passes the numbers."""
         rows, sessions, most, wanted, mask_end, goal, kind, bits = numbers
         passes = self.passes
         staging = self.staging

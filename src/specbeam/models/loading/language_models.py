@@ -37,7 +37,7 @@ def language_model(
     """Return the language model that scores forests with a model object.
 
     It is cached on the model object and checked once. A new one replaces it if the model has changed since, or if
-    `quantize`, `compile`, `share_from`, `kv`, `shared` or `engine` differ. The arguments are those of `load`, except that no
+    `quantize`, `compile`, `share_from`, `kv`, `shared` or `engine` differ. It takes the arguments of `load`, except that no
     library can round a model object.
 
     Args:
