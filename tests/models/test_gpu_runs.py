@@ -25,7 +25,7 @@ if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROMPTS = [[1, 7, 3], [5, 6, 7, 8, 9] * 20, [2]]
+PROMPTS = [[1, 7, 3], [5, 6, 7, 8, 9] * 8, [2]]
 CASES = {
     "sampling": (sb.sampling(), {}),
     "beam sampling": (sb.beam_sampling(3), {}),
@@ -76,7 +76,7 @@ def listing_of_length(monkeypatch, length):
 
 def texts(pair, method, options, batch_size):
     found = sb.generate(
-        pair, PROMPTS, method, max_new_tokens=8, eos_token_id=[9], seed=3, batch_size=batch_size, **options
+        pair, PROMPTS, method, max_new_tokens=5, eos_token_id=[9], seed=3, batch_size=batch_size, **options
     )
     return [[beam.tokens for beam in one.beams] for one in found], found
 
@@ -147,7 +147,7 @@ def test_rows_of_stored_nodes_are_computed_again(pairs, monkeypatch):
     """Turns in Python between runs ask for whole rows of kept nodes; roots that were not drafted wait to be stored."""
     _, on_gpu = pairs
     listing_of_length(monkeypatch, 3)
-    settings = Settings(max_new_tokens=12, eos_token_id=[])
+    settings = Settings(max_new_tokens=10, eos_token_id=[])
     plain, mixed = (
         one for _ in range(2) for one in Request.of(on_gpu, PROMPTS[:1], sb.dsbd(3, depth=2), settings, 3).sessions
     )

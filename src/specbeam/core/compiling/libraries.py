@@ -12,6 +12,8 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.environment import lookup_environment
 
+from specbeam.core.compiling.counts import with_inlined_counts
+
 _WITH_NAMES = "with names"  # our kind of serialised library, in addition to numba's kinds
 _ENVIRONMENT = "_ZN08NumbaEnv"  # prefix of numba's variables with the address of a function's environment
 
@@ -71,8 +73,11 @@ class CachedLibrary(JITCodeLibrary):
         with global_compiler_lock:
             if self._has_machine_code:
                 return
-            if self._bitcode is not None:
+            if self._bitcode is None:
+                super()._get_module_for_linking()  # keeps the code for linking, with numba's counts
+            else:
                 self._final_module = binding.parse_bitcode(self._bitcode)
+            self._final_module = with_inlined_counts(self._final_module, self._codegen._pass_builder())
             super()._finalize_final_module()
             self._has_machine_code = True
             self._set_environments()

@@ -41,6 +41,7 @@ class IdleCache(NamedTuple):
     rows: Array  # float32[ROWS, vocab]
     norms: Array  # float64[ROWS]: logsumexp of each row
     best: Array  # int64[ROWS, n]: the best tokens of each row, ascending
+    logits: Array  # float32[ROWS, n]: the logits of these tokens
     ranks: Array  # int64[ROWS, n]: the rank of each of them by logit
     listing: Listing
     counts: Array  # int64[3]: passes, rows returned, and their bytes (LAUNCHES, SENT, BYTES)
@@ -72,13 +73,12 @@ def listed_idly(cache: IdleCache, asked: Asked) -> Ranked:
         row = asked.tokens[asked.wanted[place]] % ROWS
         held = 0
         for at in range(cache.best.shape[1]):
-            token = cache.best[row, at]
             if cache.ranks[row, at] < length:
-                tokens[place, held] = token
-                logits[place, held] = cache.rows[row, token]
+                tokens[place, held] = cache.best[row, at]
+                logits[place, held] = cache.logits[row, at]
                 held += 1
             elif cache.ranks[row, at] == length:
-                rest[place] = cache.rows[row, token]
+                rest[place] = cache.logits[row, at]
         norms[place] = cache.norms[row]
     cache.counts[SENT] += count
     cache.counts[BYTES] += count * (8 * length + 24)  # tokens and logits of 32 bits, and three sums
@@ -177,9 +177,10 @@ class IdleRuns(Uncached):
         self.counts = np.zeros(3, dtype=np.int64)
         self._rows = rows
         best = np.sort(np.argpartition(-rows, LISTED, axis=1)[:, :LISTED], axis=1)
-        order = np.argsort(-np.take_along_axis(rows, best, axis=1), axis=1, kind="stable")
+        logits = np.take_along_axis(rows, best, axis=1)
+        order = np.argsort(-logits, axis=1, kind="stable")
         ranks = np.argsort(order, axis=1)
-        self._cache = IdleCache(rows, log_norm(rows), best, ranks, WHOLE, self.counts)
+        self._cache = IdleCache(rows, log_norm(rows), best, logits, ranks, WHOLE, self.counts)
 
     def extend(
         self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
