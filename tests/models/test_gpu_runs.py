@@ -167,7 +167,7 @@ def test_rows_of_stored_nodes_are_computed_again(pairs, monkeypatch):
                 compared += len(rows)
             decoder.ahead = 1 - decoder.ahead
             decoder.step()
-    assert compared > 3
+    assert compared >= 3
     assert [one.tokens for one in mixed.hypotheses()] == [one.tokens for one in plain.hypotheses()]
 
 

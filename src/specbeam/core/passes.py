@@ -40,7 +40,7 @@ class Asked(NamedTuple):
     keys: Array  # uint64[n], see `extend_ranked`
 
 
-@verb(0, has_body=False)
+@verb(0, has_body=False, by_address=True)
 def extend(cache: Any, tokens: Array, parents: Array, wanted: Array) -> Array:
     """Store a forest and all pending nodes, and return the logits of the `wanted` nodes, float32[wanted, vocab].
 
@@ -52,7 +52,7 @@ def extend(cache: Any, tokens: Array, parents: Array, wanted: Array) -> Array:
     """
 
 
-@verb(0)
+@verb(0, by_address=True)
 @step
 def extend_ranked(cache: Any, tokens: Array, parents: Array, wanted: Array, keys: Array, whole: bool) -> Ranked:
     """Do as `extend`, but return the rows as `Ranked`, as lists if the engine makes them for this session.
@@ -64,7 +64,7 @@ def extend_ranked(cache: Any, tokens: Array, parents: Array, wanted: Array, keys
     return whole_rows(extend(cache, tokens, parents, wanted))
 
 
-@verb(0)
+@verb(0, by_address=True)
 @step
 def extend_all(like: Any, caches: list[Any], asked: list[Asked], whole: bool, spent: Array) -> list[Ranked]:
     """Return for each of many sessions the rows that it asks for; no rows if it asks for none, or its nodes are refused.
@@ -80,7 +80,7 @@ def extend_all(like: Any, caches: list[Any], asked: list[Asked], whole: bool, sp
     return extend_one_by_one(like, caches, asked, whole, spent)
 
 
-@verb(0)
+@verb(0, by_address=True)
 @step
 def whole_rows_again(cache: Any, known: Ranked, nodes: Array) -> Ranked:
     """Return the whole rows of stored nodes whose rows a pass has returned before, maybe as lists.
@@ -92,17 +92,17 @@ def whole_rows_again(cache: Any, known: Ranked, nodes: Array) -> Ranked:
     return known
 
 
-@verb(0, has_body=False)
+@verb(0, has_body=False, by_address=True)
 def has_room_for(cache: Any, fresh: int, beams: int) -> bool:  # type: ignore[empty-body]
     """Return whether a cache has capacity for a turn of `fresh` new forest nodes that leaves at most `beams` beams."""
 
 
-@verb(0, has_body=False)
+@verb(0, has_body=False, by_address=True)
 def rewind(cache: Any, nodes: int) -> None:
     """Restore a cache to the beginning of the turn, whose forest started with `nodes` nodes."""
 
 
-@verb(0, has_body=False)
+@verb(0, has_body=False, by_address=True)
 def settle_target(
     cache: Any, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array, kept: Array
 ) -> None:
@@ -115,7 +115,7 @@ def settle_target(
     """
 
 
-@verb(0)
+@verb(0, by_address=True)
 @step
 def settle_draft(draft: Any, target: Any, turn: SettledTurn) -> None:
     """Settle the cache of a draft model, before that of the target, whose hidden states a head reads."""
@@ -123,25 +123,25 @@ def settle_draft(draft: Any, target: Any, turn: SettledTurn) -> None:
     settle_target(draft, tree, turn.survivors, turn.survivor_tokens, turn.survivor_parents, turn.kept)
 
 
-@verb(0)
+@verb(0, by_address=True)
 def has_pending(cache: Any) -> bool:
     """Return whether the first pass of a turn has to run layers for earlier tokens."""
     return True
 
 
-@verb(0)
+@verb(0, by_address=True)
 def runs_layers(cache: Any, nodes: int) -> bool:
     """Return whether a pass over a forest of `nodes` nodes runs the layers of the model."""
     return True
 
 
-@verb(0)
+@verb(0, by_address=True)
 def keep_only(cache: Any, nodes: Array) -> None:
     """Remove all nodes stored in this turn except `nodes`, int64[n], which ascend."""
     return
 
 
-@verb(0)
+@verb(0, by_address=True)
 def blocks_made(cache: Any) -> int:
     """Return the number of blocks that a block head has made for the forest; `EACH` for all other models."""
     return EACH

@@ -18,6 +18,7 @@ from specbeam.core.beams import (
     room_for_ended,
     room_for_texts,
 )
+from specbeam.core.by_address import ByAddress
 from specbeam.core.compiling.held import Held, addresses_of
 from specbeam.core.compiling.threads import allowed_threads, torch_on_one_thread
 from specbeam.core.control.planning import NEVER, deepest_of
@@ -270,14 +271,17 @@ class Run:
     def take(self, caches: list[Any]) -> None:
         """Take the turns. The interpreter lock is released meanwhile, so several runs can proceed in parallel threads."""
         turns = self.session.count.target_passes
+        parts = ByAddress(caches[0], caches[-1], self.spec)
         self.live, self.start, self.condition = run_turns(
-            caches[0], caches[-1], self.spec, self.session.beams, self.start, self.room, turns, self.dice
+            parts.target, parts.draft, parts.spec, self.session.beams, self.start, self.room, turns, self.dice
         )
 
-    def job(self, caches: list[Any]) -> RunInputs:
+    def job(self, caches: list[Any]) -> "HeldRun":
         """Return the run as one of many in `run_turns_together`."""
         turns = self.session.count.target_passes
-        return RunInputs(caches[0], caches[-1], self.spec, self.room, self.dice, turns)
+        parts = ByAddress(caches[0], caches[-1], self.spec, together=True)
+        inputs = Held(RunInputs(parts.target, parts.draft, parts.spec, self.room, self.dice, turns))
+        return HeldRun(inputs, parts)
 
     @property
     def is_held_up(self) -> bool:
@@ -303,6 +307,19 @@ class Run:
         if goes_on and self.python is None and not self.spec.drafting and self.fresh == 0:
             self.session.state[PausedRun] = PausedRun.of(self)
         return done
+
+
+@dataclass(frozen=True, eq=False)
+class HeldRun:
+    """A run in memory, as one of many in `run_turns_together`."""
+
+    inputs: Held
+    parts: ByAddress
+
+    @property
+    def kind(self) -> Any:
+        """The types of its records; the runs of one loop have the same."""
+        return (self.inputs.kind, *self.parts.kinds)
 
 
 def with_listing(cache: Any, listing: Listing) -> Any:
@@ -453,10 +470,10 @@ def _take_together(ready: Sequence[tuple[Run, list[Any]]], most_turns: int) -> l
     turns = 1  # then as many as fit into `PATIENCE`
     taking_part = [run for run, _ in ready]
     with failing_together([run.session for run, _ in ready]):
-        every = [(run, Held(run.job(caches))) for run, caches in ready]
+        every = [(run, run.job(caches)) for run, caches in ready]
         of_one_type = [(run, job) for run, job in every if job.kind == every[0][1].kind]
         taking_part = [run for run, _ in of_one_type]
-        jobs = [job for _, job in of_one_type]
+        jobs = [job.inputs for _, job in of_one_type]
         while left > 0:
             standings = [Held(Standing(run.live, run.start)) for run in taking_part]
             started = time.perf_counter()

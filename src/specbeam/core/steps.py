@@ -40,11 +40,13 @@ class Verb(Generic[Given, Answer]):
         body: runs for kinds without a step of their own; a step, or a function that only Python can run.
         place: index of the argument whose type selects the step.
         has_body: False if the verb raises `UnknownKind` for kinds without a step.
+        by_address: whether loops call its steps by address (`core.by_address`): each is a compiled function of its own.
     """
 
-    def __init__(self, body: Callable[Given, Answer], place: int, has_body: bool) -> None:
+    def __init__(self, body: Callable[Given, Answer], place: int, has_body: bool, by_address: bool) -> None:
         functools.update_wrapper(self, body)
-        self._body = body if has_body else None
+        self._by_address = by_address
+        self._body = self._addressed(body) if has_body else None
         self._place = place
         self._steps: dict[type, Callable[..., Any]] = {}
 
@@ -57,11 +59,23 @@ class Verb(Generic[Given, Answer]):
 
         def register(one: Compiled) -> Compiled:
             for kind in kinds:
-                self._steps[kind] = one
+                self._steps[kind] = self._addressed(one)
                 note_step(kind, inspect.unwrap(getattr(one, "py_func", one)))
             return one
 
         return register
+
+    def of_address(self, kind: type, call: Callable[..., Any]) -> None:
+        """Register a function that calls the step of a record by its address; compiled into its callers."""
+        self._steps[kind] = call
+
+    def _addressed(self, one: Any) -> Any:
+        """Return a step that has an address if the verb's steps need one."""
+        if not self._by_address or not AVAILABLE:
+            return one
+        found = one if hasattr(one, "py_func") else compiled(one)
+        found.is_called_by_address = True
+        return found
 
     def has_step(self, kind: type) -> bool:
         """Return whether records of this type have a step of their own."""
@@ -81,16 +95,19 @@ class Verb(Generic[Given, Answer]):
     __name__: str
 
 
-def verb(place: int, has_body: bool = True) -> Callable[[Callable[Given, Answer]], Verb[Given, Answer]]:
+def verb(
+    place: int, has_body: bool = True, by_address: bool = False
+) -> Callable[[Callable[Given, Answer]], Verb[Given, Answer]]:
     """Return a decorator that makes a verb of a function; see `Verb`.
 
     Args:
         place: index of the argument whose type selects the step.
         has_body: whether the function runs for kinds without a step of their own; False: it only describes the verb.
+        by_address: see `Verb`.
     """
 
     def decorate(body: Callable[Given, Answer]) -> Verb[Given, Answer]:
-        made = Verb(body, place, has_body)
+        made = Verb(body, place, has_body, by_address)
         if AVAILABLE:
 
             def chosen(*kinds: Any) -> Any:

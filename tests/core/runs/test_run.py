@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import specbeam as sb
-from specbeam.core import compiling, runs
+from specbeam.core import compiling, run_steps, runs
 from specbeam.core.control.confidence import SureDraft
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.thompson import Thompson
@@ -116,9 +116,10 @@ def measured(pair):
 
 def watched_runs(monkeypatch):
     """A list to which each run from now on is added."""
-    loop, seen = runs.run_turns, []
+    seen = []
 
     def run_turns(target, draft, spec, live, start, room, turns, dice):
+        loop = run_steps.run_turns  # its source, inside `source_of_steps`
         live, start, condition = loop(target, draft, spec, live, start, room, turns, dice)
         seen.append(Run(int(room.numbers[runs.DONE]), condition))
         return live, start, condition

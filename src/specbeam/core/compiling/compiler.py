@@ -45,6 +45,7 @@ Record = TypeVar("Record", bound=type)
 # Count references to arrays even in functions that are first compiled for an uncounted caller; see
 # `compiling.uncounted`.
 _COUNTED = {"_nrt": True}
+_BORROWED: set[type] = set()
 
 
 def compiled(function: Compiled, **options: Any) -> Compiled:
@@ -83,7 +84,13 @@ def borrowed(record: Record) -> Record:
     """
     if AVAILABLE:
         borrow(record)
+        _BORROWED.add(record)
     return record
+
+
+def is_borrowed(record: object) -> bool:
+    """Return whether compiled functions take a record as one address."""
+    return type(record) in _BORROWED
 
 
 def borrowed_views(record: type) -> Callable[..., Any]:

@@ -35,7 +35,8 @@ def link_by_name(function: Any) -> None:
         library = result.library
         if library.is_called_by_name is None:
             is_found_by_name = "<locals>" not in function.py_func.__qualname__
-            library.is_called_by_name = is_found_by_name and is_long(library)
+            has_code = getattr(function, "is_called_by_address", False) or is_long(library)
+            library.is_called_by_name = is_found_by_name and has_code
         if library.is_called_by_name:
             _replace_by_call(function, result)
 

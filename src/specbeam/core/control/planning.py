@@ -16,12 +16,12 @@ from specbeam.core.steps import Array, borrowed, step, verb
 BY_ODDS = -1  # `Plan.depth` of plans that choose the depth from their tables
 
 
-@verb(0, has_body=False)
+@verb(0, has_body=False, by_address=True)
 def plan_depth(plan: Any, roots: int, turns: int, remaining: int) -> int:  # type: ignore[empty-body]
     """Return the depth of the next draft, after `turns` turns and with at most `remaining` tokens to emit."""
 
 
-@verb(0)
+@verb(0, by_address=True)
 def learn_passed(plan: Any, passed: Array) -> None:
     """Learn from a turn's judged layers.
 

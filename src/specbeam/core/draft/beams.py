@@ -24,7 +24,17 @@ from specbeam.core.control.needs import (
 from specbeam.core.control.width import FixedWidths, Width, is_for_steps, width_by_draft, width_spec
 from specbeam.core.dice import pick
 from specbeam.core.draft.by_steps import drafted_by_steps
-from specbeam.core.draft.turns import Cut, DraftTask, NoDraftSpec, draft_all, draft_turn, learn_from, rows_kept, uncut
+from specbeam.core.draft.turns import (
+    Cut,
+    DraftTask,
+    NoDraftSpec,
+    draft_all,
+    draft_turn,
+    learn_from,
+    own_spec,
+    rows_kept,
+    uncut,
+)
 from specbeam.core.errors import BrokenProcessor, DeadEnd
 from specbeam.core.forest import (
     DISTINCT,
@@ -532,7 +542,7 @@ def draft_beams_of_all(
     for number in range(count):
         job = held_at(jobs[number], like)
         task = tasks[number]
-        growing.append(start_draft(task.live, task.roots, job.spec.drafts))
+        growing.append(start_draft(task.live, task.roots, own_spec(job.spec.drafts, drafts)))
         deepest = max(deepest, task.depth)
     conditions = np.full(count, SOUND)
     is_growing = np.ones(count, dtype=np.bool_)
@@ -541,7 +551,7 @@ def draft_beams_of_all(
         for number in range(count):
             job = held_at(jobs[number], like)
             if is_growing[number] and layer < tasks[number].depth:
-                growing[number] = thinned(job.spec.drafts, growing[number])
+                growing[number] = thinned(own_spec(job.spec.drafts, drafts), growing[number])
                 is_growing[number] = len(growing[number].frontier.tokens) > 0
             else:
                 is_growing[number] = False
@@ -555,7 +565,12 @@ def draft_beams_of_all(
                 continue
             job = held_at(jobs[number], like)
             longer, condition = with_next_layer(
-                growing[number], rows[number], asked[number], job.spec.drafts, tasks[number], job.dice
+                growing[number],
+                rows[number],
+                asked[number],
+                own_spec(job.spec.drafts, drafts),
+                tasks[number],
+                job.dice,
             )
             growing[number] = longer
             conditions[number] = condition
@@ -563,7 +578,7 @@ def draft_beams_of_all(
     found = []
     for number in range(count):
         job = held_at(jobs[number], like)
-        found.append((cut(job.spec.drafts, growing[number]), conditions[number]))
+        found.append((cut(own_spec(job.spec.drafts, drafts), growing[number]), conditions[number]))
     return found
 
 

@@ -41,7 +41,7 @@ class DraftTask(NamedTuple):
     listing: Listing  # the lists from which layers are chosen; WHOLE: whole rows
 
 
-@verb(0, has_body=False)
+@verb(0, has_body=False, by_address=True)
 def draft_turn(  # type: ignore[empty-body]
     drafts: Any, model: Any, task: DraftTask, dice: Any, spent: Array
 ) -> tuple[Cut, int]:
@@ -54,7 +54,7 @@ def draft_turn(  # type: ignore[empty-body]
     """
 
 
-@verb(0)
+@verb(0, by_address=True)
 @step
 def draft_all(
     drafts: Any, like: Any, jobs: Array, models: list[Any], tasks: list[DraftTask], spent: Array
@@ -69,6 +69,14 @@ def draft_all(
         models: where each cache in the draft model is held, see `passes.extend_all`.
         spent: int64[sessions, 2], as in `draft_turn`.
     """
+    return draft_one_by_one(drafts, like, jobs, models, tasks, spent)
+
+
+@step
+def draft_one_by_one(
+    drafts: Any, like: Any, jobs: Array, models: list[Any], tasks: list[DraftTask], spent: Array
+) -> list[tuple[Cut, int]]:
+    """Return the drafts of many sessions, one after the other; see `draft_all`."""
     found = []
     for number in range(len(tasks)):
         job = held_at(jobs[number], like)
@@ -77,12 +85,23 @@ def draft_all(
 
 
 @verb(0)
+@step
+def own_spec(drafts: Any, like: Any) -> Any:
+    """Return the spec of a drafter, which a loop may know only by its address (`core.by_address`).
+
+    Args:
+        like: a spec of the same type.
+    """
+    return drafts
+
+
+@verb(0, by_address=True)
 def nodes_of(drafts: Any, roots: int, depth: int, width: int) -> int:
     """Return the maximum number of nodes that a draft of this shape adds."""
     return depth * width
 
 
-@verb(0)
+@verb(0, by_address=True)
 def uniforms_of(drafts: Any, roots: int, depth: int, width: int) -> int:
     """Return the maximum number of uniforms that a draft of this shape takes, beyond two per node."""
     return nodes_of(drafts, roots, depth, width)
@@ -94,7 +113,7 @@ def rows_kept(drafts: Any, beams: int, depth: int, width: int) -> int:
     return 0
 
 
-@verb(0)
+@verb(0, by_address=True)
 def learn_from(drafts: Any, drafted: Cut, layers: Layers, rows: TurnRows) -> None:
     """Learn for later drafts, from the accepted layers or from the target's rows.
 
@@ -104,13 +123,13 @@ def learn_from(drafts: Any, drafted: Cut, layers: Layers, rows: TurnRows) -> Non
     return
 
 
-@verb(0)
+@verb(0, by_address=True)
 def tosses_of(drafts: Any) -> int:
     """Return the number of used coins of a controller that ends drafts between layers by coins."""
     return 0
 
 
-@verb(0)
+@verb(0, by_address=True)
 def keep_tosses(drafts: Any, used: int) -> None:
     """Undo the tosses after the first `used` coins."""
     return

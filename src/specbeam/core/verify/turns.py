@@ -19,7 +19,7 @@ class ScoredTurn(NamedTuple):
     finished: Finished  # scores of the beams that ended, to which a rule adds those that end in the turn
 
 
-@verb(0, has_body=False)
+@verb(0, has_body=False, by_address=True)
 def verify_turn(  # type: ignore[empty-body]
     rule: Any, turn: ScoredTurn, dice: Any, evidence: Evidence, observer: Any
 ) -> tuple[Layers, int]:
