@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from numba import types
 
 from specbeam.core.compiling.borrowed import RecordKind
+from specbeam.core.compiling.linking import function_named
 
 PLACE = Path(__file__).with_name("first_text.jsonl")
 _ARRAY = re.compile(r"(readonly )?array\((\w+), (\d)d, ([CFA])\)")
@@ -32,7 +33,7 @@ class StepForm(NamedTuple):
 
     def function(self) -> Any:
         """Return the compiled function of this form. Raises an error if it does not exist."""
-        found = getattr(import_module(self.module), self.name)
+        found = function_named(self.module, self.name)
         return found.python_entry if self.is_entry else found
 
 

@@ -99,10 +99,15 @@ def _add_symbol(function: Any, result: Any) -> str:
     return name
 
 
+def function_named(module: str, name: str) -> Any:
+    """Return the compiled function of this qualified name in a module, which may give the name to a verb."""
+    import_module(module)
+    return _FUNCTIONS[module, name]
+
+
 def load_form(module: str, name: str, kinds: tuple[Any, ...]) -> None:
     """Load or compile a form of a function; numba calls this before it loads machine code that calls the form."""
-    import_module(module)
-    function = _FUNCTIONS[module, name]
+    function = function_named(module, name)
     function.compile(kinds)
     _add_symbol(function, function.overloads[kinds])
 
