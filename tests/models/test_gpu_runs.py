@@ -36,7 +36,7 @@ CASES = {
 
 
 def pair_of(engine, device):
-    target, draft = (tiny("llama", seed=seed, vocab_size=96).to(device) for seed in (1, 2))
+    target, draft = (tiny("llama", seed=seed, vocab_size=96, num_hidden_layers=1).to(device) for seed in (1, 2))
     lms = [HuggingFaceLM(model, engine=engine, share_from=None) for model in (target, draft)]
     return Pair(target, draft, None, *lms)
 
