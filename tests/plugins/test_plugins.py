@@ -1,9 +1,12 @@
 """A rule, a drafter, a controller and an engine of one's own, each in one file, run in the compiled loop."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.core.beams import Stop
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.width import FixedWidth
 from specbeam.core.decode import decode
@@ -16,11 +19,12 @@ from specbeam.core.limits import Limits
 from specbeam.core.session import Parts, Session
 from specbeam.core.steps import AVAILABLE
 from specbeam.core.verify.beams import BeamRule
+from specbeam.core.verify.turns import verify_turn
 from specbeam.core.verify.walk import MatchRule, PathRule
 from specbeam.errors import UnknownKind
 from tests.plugins.bigram_drafter import BigramDrafter
 from tests.plugins.bigram_engine import BigramLM
-from tests.plugins.lenient_rule import LenientRule
+from tests.plugins.lenient_rule import LenientRule, verify_leniently
 from tests.plugins.sawtooth_controller import Sawtooth
 from tests.support.tiny_models import tiny
 
@@ -131,6 +135,32 @@ def test_a_lenient_rule_accepts_what_greedy_decoding_refuses():
         greedy.append(token)
     assert list(strict[0][0]) == greedy
     assert lenient[1] < strict[1]
+
+
+class PlainSpec(NamedTuple):
+    """As `LenientSpec`, but not borrowed: it has no address."""
+
+    margin: float
+    stop: Stop
+
+
+verify_turn.of(PlainSpec)(verify_leniently)
+
+
+class PlainRule(LenientRule):
+    def spec(self, session):
+        return PlainSpec(self.margin, session.limits.stop)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="needs numba")
+def test_a_record_that_is_not_borrowed_runs_compiled_too():
+    texts, passes, single = decoded(lambda: with_draft(PlainRule(0.5)), ahead=8)
+    assert single == 0, "a turn was taken in Python"
+    assert (texts, passes) == decoded(lambda: with_draft(LenientRule(0.5)), ahead=8)[:2]
+
+
+def with_draft(rule):
+    return bigrams(), Parts(chain(near()), rule, FixedShape(3, 1), LenientRule.law)
 
 
 class Unregistered(tuple):

@@ -186,6 +186,7 @@ PLAN_VERBS: dict[Verb[..., Any], Called] = {
     plan_depth: Called(1, (0, 0, 0), 0),
     learn_passed: Called(1, (_FLAGS,), None),
 }
+_OF_MANY = ("extend_all", "draft_all")  # verbs of many sessions, which need no step of a kind
 _EXTEND_ALL = [*CACHE_VERBS].index(extend_all)
 _DRAFT_ALL = [one.__name__ for one in DRAFT_VERBS].index("draft_all")
 
@@ -193,6 +194,8 @@ _DRAFT_ALL = [one.__name__ for one in DRAFT_VERBS].index("draft_all")
 def _register(kind: type, verbs: dict[Verb[..., Any], Called]) -> None:
     """Let each of these verbs call the step of a record of this kind by its address."""
     for number, (one, called) in enumerate(verbs.items()):
+        if one.__name__ in _OF_MANY:
+            continue  # they have steps of their own below
         one.of_address(kind, _step_by_address(caller(one.__name__, called), number, called.records))
 
 
@@ -272,7 +275,7 @@ def width_of_known_of_held(held: HeldWidths, law: JointLaw, unknown: Beams) -> i
 class ByAddress:
     """The caches and the spec of a run by address, for one compiled loop of all kinds. Keeps their records in memory.
 
-    Records that are not borrowed are left as they are; the loop is compiled for them. All are if the steps run as Python.
+    If a record is not borrowed, or the steps run as Python, all records stay as they are, and the loop is compiled for them.
 
     Args:
         target, draft, spec: of the run, as in `run_steps.run_turns`.
@@ -284,11 +287,12 @@ class ByAddress:
         self.target = target
         self.draft = draft
         self.spec = spec
-        if not hasattr(extend_all_by_address, "py_func"):
+        records = (target, draft, spec.drafts, spec.rule, spec.plan)
+        if not hasattr(extend_all_by_address, "py_func") or not all(map(is_borrowed, records)):
             return
         self._together = together
-        self.target = self._cache(target, target)
-        self.draft = self.target if draft is target else self._cache(draft, target)
+        self.target = self._cache(target)
+        self.draft = self.target if draft is target else self._cache(draft)
         rule = self._record(AnyRule, spec.rule, RULE_VERBS)
         drafts = self._record(AnyDrafts, spec.drafts, DRAFT_VERBS)
         plan = self._record(AnyPlan, spec.plan, PLAN_VERBS, spec.plan.width)
@@ -301,16 +305,12 @@ class ByAddress:
         return tuple(one.kind for one in self._held)
 
     def _record(self, kind: Any, record: Any, verbs: dict[Verb[..., Any], Called], *more: int) -> Any:
-        """Return a record with the addresses of the steps of a spec; the spec itself if it is not borrowed."""
-        if not is_borrowed(record):
-            return record
+        """Return a record with the addresses of the steps of a spec."""
         held = self._hold(record)
         return kind(held.address, self._addresses([held], verbs), *more)
 
-    def _cache(self, cache: Any, target: Any) -> Any:
-        """Return a record with the addresses of the steps of a cache in the draft model or the target."""
-        if not is_borrowed(cache) or not is_borrowed(target):
-            return cache
+    def _cache(self, cache: Any) -> AnyCache:
+        """Return a record with the addresses of the steps of a cache: first the target's, then that of a draft model."""
         held = self._hold(cache)
         of_target = self._held[0]
         return AnyCache(held.address, self._addresses([held, of_target], CACHE_VERBS))
@@ -352,4 +352,3 @@ class ByAddress:
 
 _ADDRESSES: dict[Any, tuple[int, ...]] = {}  # by the types of the records, and the verbs
 _OF_WIDTHS: dict[Any, Any] = {asked_width: asked_width_of_held, width_of_known: width_of_known_of_held}
-_OF_MANY = ("extend_all", "draft_all")  # verbs whose bodies serve records that are known by address

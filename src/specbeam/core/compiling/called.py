@@ -88,11 +88,13 @@ def caller(name: str, called: Called) -> Any:
 
         return Signature(result, (types.int64, given), None), code
 
+    sentence = f"{name} was called with a record that is known by its address and has no such step"
+
     @chosen_for(call)
     def _(address: Any, given: Any) -> Any:
         def checked(address: int, given: tuple[Any, ...]) -> Any:
             if address == 0:
-                raise NotImplementedError("a record that is known by its address lacks the step that is called")
+                raise NotImplementedError(sentence)
             return compiled_call(address, given)
 
         return inspect.unwrap(checked)  # tests wrap functions into type checks
