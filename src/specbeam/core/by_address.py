@@ -114,7 +114,6 @@ _KEYS = np.zeros(1, dtype=np.uint64)
 _ODDS = np.zeros(1)
 _FLAGS = np.zeros(1, dtype=np.bool_)
 _TABLE = np.zeros((1, 1), dtype=np.int64)
-_ROWS = NO_ROWS
 _BEAMS = Beams(_INTS, _INTS, _ODDS, _INTS, _KEYS)
 _FOREST = Forest(_INTS, _INTS)
 _TEXTS = room_for_texts(None, 1, 1)
@@ -126,12 +125,12 @@ _ASKED = Asked(_INTS, _INTS, _INTS, _KEYS)
 _NODE_ODDS = NodeOdds(_ODDS, _ODDS, _INTS, _INTS, _INTS, _ODDS, _TABLE, 0.0)
 _CUT = Cut(_FOREST, _FOREST, _INTS, _NODE_ODDS)
 _TASK = DraftTask(_FOREST, _BEAMS, _TEXTS, 0, 0, NO_EDITS, WHOLE)
-_TURN_ROWS = TurnRows(_ROWS, _ROWS, _INTS)
+_TURN_ROWS = TurnRows(NO_ROWS, NO_ROWS, _INTS)
 _SETTLED = SettledTurn(_INTS, _INTS, 0, _INTS, _INTS, _INTS, _INTS, _INTS, _INTS)
 _SCORED = ScoredTurn(_TURN_ROWS, _FOREST, _BEAMS, AnyWidths(0, (0, 0)), 0, _FINISHED)
 _CACHE = AnyCache(0, (0,) * 12)
 _DRAFTS = AnyDrafts(0, (0,) * 7)
-_LAW = JointLaw(_ROWS, _ODDS, _ODDS, _ODDS, Truncation(), True, _FLAGS)
+_LAW = JointLaw(NO_ROWS, _ODDS, _ODDS, _ODDS, Truncation(), True, _FLAGS)
 _SPENT = np.zeros((1, 2), dtype=np.int64)
 
 
@@ -143,15 +142,15 @@ def _inputs() -> RunInputs:
     widths = AnyWidths(0, (0, 0))
     spec = RunSpec(plan, _DRAFTS, False, rule, widths, stop, NO_EDITS, 0, _FLAGS, 0, 0, WHOLE, False)
     ended = room_for_ended(1, 1)
-    room = RunRoom(_TEXTS, _FINISHED, ended, _INTS, _EVIDENCE, _ROWS, _INTS, _INTS, _INTS)
+    room = RunRoom(_TEXTS, _FINISHED, ended, _INTS, _EVIDENCE, NO_ROWS, _INTS, _INTS, _INTS)
     return RunInputs(_CACHE, _CACHE, spec, room, _DICE, 0)
 
 
 CACHE_VERBS: dict[Verb[..., Any], Called] = {
-    extend: Called(1, (_INTS, _INTS, _INTS), _ROWS.logits),
-    extend_ranked: Called(1, (_INTS, _INTS, _INTS, _KEYS, False), _ROWS),
-    extend_all: Called(1, (ListOf(0), ListOf(_ASKED), False, _SPENT), ListOf(_ROWS)),
-    whole_rows_again: Called(1, (_ROWS, _INTS), _ROWS),
+    extend: Called(1, (_INTS, _INTS, _INTS), NO_ROWS.logits),
+    extend_ranked: Called(1, (_INTS, _INTS, _INTS, _KEYS, False), NO_ROWS),
+    extend_all: Called(1, (ListOf(0), ListOf(_ASKED), False, _SPENT), ListOf(NO_ROWS)),
+    whole_rows_again: Called(1, (NO_ROWS, _INTS), NO_ROWS),
     has_room_for: Called(1, (0, 0), False),
     rewind: Called(1, (0,), None),
     settle_target: Called(1, ((_INTS, _INTS), _INTS, _INTS, _INTS, _INTS), None),
