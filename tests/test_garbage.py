@@ -20,10 +20,10 @@ def threshold():
 
 def test_all_objects_are_looked_through_more_rarely_inside():
     with rarely_collected():
-        assert gc.get_threshold() == (600, 7, 200)
+        assert gc.get_threshold() == (20_000, 7, 200)
         with rarely_collected():
-            assert gc.get_threshold() == (600, 7, 200)
-        assert gc.get_threshold() == (600, 7, 200)
+            assert gc.get_threshold() == (20_000, 7, 200)
+        assert gc.get_threshold() == (20_000, 7, 200)
     assert gc.get_threshold() == (600, 7, 8)
 
 
@@ -33,7 +33,7 @@ def test_of_two_threads_that_overlap_the_last_one_sets_the_threshold_back():
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert gc.get_threshold() == (600, 7, 200)
+    assert gc.get_threshold() == (20_000, 7, 200)
     second.__exit__(None, None, None)
     assert gc.get_threshold() == (600, 7, 8)
 

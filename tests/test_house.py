@@ -158,8 +158,8 @@ def figures():
     [
         ("entries at the top", 12),
         ("closure of decode.py, lines", 13_300),  # what the loop needs; at most 18,000
-        ("lines", 87_400),
-        ("syntax nodes", 614_600),
+        ("lines", 87_800),
+        ("syntax nodes", 617_900),
         ("syntax nodes per line of code", 10.5),
         ("functions with more than 8 parameters", 30),
         ("conditions inside conditions", 0),

@@ -19,6 +19,7 @@ from numba.core.dispatcher import Dispatcher
 import specbeam as sb
 from specbeam.core.compiling.code_cache import CodeCache
 from specbeam.core.compiling.form_list import PLACE, StepForm, text_of
+from specbeam.core.compiling.registered import modules_of_package
 
 
 class Recorder:
@@ -60,5 +61,5 @@ recorder = Recorder()
 Dispatcher.compile = lambda dispatcher, kinds: recorder.compile(dispatcher, kinds)
 pair = sb.load("bundled")
 print(sb.generate(pair, "Die Katze schläft.", seed=1)[0].text)
-PLACE.write_text(text_of(recorder.forms))
+PLACE.write_text(text_of(modules_of_package("specbeam"), recorder.forms))
 print(f"{PLACE}: {len(recorder.forms)} forms")

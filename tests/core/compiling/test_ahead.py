@@ -23,7 +23,7 @@ from numba import types
 
 from specbeam.core.compiling import ahead, claims, code_cache
 from specbeam.core.compiling.compiler import compiled
-from specbeam.core.compiling.form_list import PLACE, StepForm, forms_in, names_in, text_of
+from specbeam.core.compiling.form_list import PLACE, StepForm, forms_in, modules_in, names_in, text_of
 from tests.support.kernels_alone import write_kernels
 
 pytestmark = pytest.mark.skipif(not claims.LOCKS, reason="no locks on files")
@@ -454,10 +454,28 @@ print("missing:", asked - {tuple(form[:4]) for form in forms_in(PLACE.read_text(
     assert "missing: set() True" in done.stdout
 
 
+@pytest.mark.slow
+def test_processes_that_compile_for_a_program_make_the_forms_that_it_needs(tmp_path):
+    """The key of a form includes the steps of its records, which the program may have imported and others not."""
+    program = 'import specbeam as sb; sb.generate(sb.load("bundled"), "Die Katze schläft.", seed=1)'
+    names = []
+    for processes in ("1", "2"):
+        folder = tmp_path / processes
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "SPECBEAM_CACHE": str(folder),
+            "SPECBEAM_COMPILERS": processes,
+        }
+        subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+        names.append({path.name for path in folder.rglob("*.nbc")})
+    assert names[0] == names[1]
+
+
 def test_the_list_names_steps_that_exist_and_calls_that_come_before():
     text = PLACE.read_text()
     forms = forms_in(text)
-    assert text_of(forms) == text
+    assert text_of(modules_in(text), forms) == text
     for number, form in enumerate(forms):
         assert all(need < number for need in form.needs)
         assert form.function().py_func.__module__ == form.module
@@ -474,4 +492,4 @@ def test_what_is_no_more_has_no_kind():
 
 def test_a_kind_that_a_list_has_no_words_for_is_said():
     with pytest.raises(TypeError, match="cannot express the type omitted"):
-        text_of([StepForm("specbeam.core.run_steps", "run_turns", False, (types.Omitted(3),), [])])
+        text_of([], [StepForm("specbeam.core.run_steps", "run_turns", False, (types.Omitted(3),), [])])

@@ -62,24 +62,21 @@ def test_a_cache_without_steps_is_refused_with_a_sentence():
         ByAddress(cache, cache, spec)
 
 
+call_doubled = caller("doubled", Called(1, (1.0,), 1.0))
+
+
+@step
+def doubled(record: Any, number: Any) -> Any:
+    """Return the double of a number, by a step of the record."""
+    return call_doubled(record.steps[0], (record.at, number))
+
+
 def test_a_step_that_is_missing_is_not_called():
-    call = caller("doubled", Called(1, (1.0,), 1.0))
-
-    @step
-    def doubled(record, number):
-        return call(record.steps[0], (record.at, number))
-
     with pytest.raises(NotImplementedError, match=r"doubled was called with a record .* no such step"):
         doubled(AnyRule(0, (0,)), 2.0)
 
 
 def test_arguments_of_other_types_are_refused_when_the_loop_is_compiled():
-    call = caller("doubled", Called(1, (1.0,), 1.0))
-
-    @step
-    def doubled(record, number):
-        return call(record.steps[0], (record.at, number))
-
     with pytest.raises(Exception, match=r"doubled by address takes 2 arguments, not 2: \[\(int64, float64\)\]"):
         doubled(AnyRule(0, (0,)), 2)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def work(processes: int, program: int) -> None:
         processes: number of processes, including this one.
         program: id of the process at the other end of stdin; the workers end when it does.
     """
-    from specbeam.core.compiling.form_list import PLACE, forms_in
+    from specbeam.core.compiling.form_list import PLACE, forms_in, modules_in
 
     os.nice(10)  # yield to all other work on the machine
     _leave_with(program)
@@ -175,7 +176,11 @@ def work(processes: int, program: int) -> None:
     claim = None if place is None else wait_for(place, _PATIENCE, _LONGEST_PAUSE)
     if claim is None:
         return
-    forms = forms_in(PLACE.read_text())
+    text = PLACE.read_text()
+    for module in modules_in(text):
+        with suppress(Exception):  # the list may belong to other sources
+            import_module(module)
+    forms = forms_in(text)
     for form in forms:
         with suppress(Exception):  # the list may belong to other sources
             form.function()  # imports its module

@@ -4,20 +4,18 @@ A compiled function contains the types of its arguments, and so the types of all
 calls its callees by address contains only the types that its own code needs, and is compiled once for all kinds of records.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from specbeam.core.compiling.compiler import AVAILABLE, compiled_only
+from specbeam.core.compiling.compiler import AVAILABLE
 from specbeam.core.compiling.held import Held
 
 if AVAILABLE:
+    from llvmlite import ir
     from numba import typeof, types
     from numba.core.errors import NumbaTypeError
     from numba.core.typing.templates import Signature
     from numba.extending import intrinsic
-
-    from specbeam.core.compiling.compiler import chosen_for
 
 
 class ListOf(NamedTuple):
@@ -50,21 +48,18 @@ def caller(name: str, called: Called) -> Any:
     """Return a function for compiled steps that calls a function by its address.
 
     Its arguments are the address, and a tuple of the arguments of the called function, whose records are given as addresses.
+    Python cannot call it.
 
     Args:
         name: of the function, for errors.
         called: its description.
     """
-
-    @compiled_only
-    def call(address: int, given: tuple[Any, ...]) -> Any:
-        """Call the function at an address."""
-
     if not AVAILABLE:
-        return call
+        return None
+    sentence = f"{name} was called with a record that is known by its address and has no such step"
 
     @intrinsic
-    def compiled_call(typing: Any, address: Any, given: Any) -> Any:
+    def call(typing: Any, address: Any, given: Any) -> Any:
         records = [types.int64] * called.records
         expected = (*records, *(kind_of(one) for one in called.given))
         found = tuple(types.unliteral(one) for one in given.types)
@@ -80,6 +75,9 @@ def caller(name: str, called: Called) -> Any:
             values = []
             for place, (kind, wanted) in enumerate(zip(signature.args[1].types, kinds, strict=True)):
                 values.append(context.cast(builder, builder.extract_value(args[1], place), kind, wanted))
+            is_missing = builder.icmp_signed("==", args[0], ir.Constant(args[0].type, 0))
+            with builder.if_then(is_missing, likely=False):
+                convention.return_user_exc(builder, NotImplementedError, (sentence,))
             place = builder.inttoptr(args[0], pointer)
             status, answer = convention.call_function(builder, place, result, kinds, values)
             with builder.if_then(status.is_error):
@@ -87,17 +85,6 @@ def caller(name: str, called: Called) -> Any:
             return context.get_dummy_value() if result == types.none else answer
 
         return Signature(result, (types.int64, given), None), code
-
-    sentence = f"{name} was called with a record that is known by its address and has no such step"
-
-    @chosen_for(call)
-    def _(address: Any, given: Any) -> Any:
-        def checked(address: int, given: tuple[Any, ...]) -> Any:
-            if address == 0:
-                raise NotImplementedError(sentence)
-            return compiled_call(address, given)
-
-        return inspect.unwrap(checked)  # tests wrap functions into type checks
 
     return call
 

@@ -24,6 +24,7 @@ else:
             link_by_name,
             take_any_number,
         )
+        from specbeam.core.compiling.ownership import StepCompiler
     except ImportError:
         warnings.warn(
             f"numba {numba.__version__} is too old for specbeam's steps, which need 0.63 (pip install 'numba>=0.63'); "
@@ -61,6 +62,7 @@ def compiled(function: Compiled, **options: Any) -> Compiled:
         return np.errstate(all="ignore")(function)
     source = inspect.unwrap(function)  # tests wrap functions into type checks
     fixed = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True, **_COUNTED}
+    fixed["pipeline_class"] = StepCompiler
     made = numba.njit(no_cpython_wrapper=True, **{**fixed, **options})(source)
     made._cache = CodeCache(source)
     link_by_name(made)
@@ -138,7 +140,8 @@ if AVAILABLE:
 
     def chosen_for(function: Callable[..., Any]) -> Any:
         """Return `numba.extending.overload` of `function`, without the C entry that numba compiles for each overload."""
-        return overload(function, strict=False, jit_options={"no_cfunc_wrapper": True, **_COUNTED})
+        options = {"no_cfunc_wrapper": True, "pipeline_class": StepCompiler, **_COUNTED}
+        return overload(function, strict=False, jit_options=options)
 
     @intrinsic
     def call_at(typing: Any, address: Any, arguments: Any) -> Any:

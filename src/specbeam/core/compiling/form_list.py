@@ -37,14 +37,18 @@ class StepForm(NamedTuple):
         return found.python_entry if self.is_entry else found
 
 
-def text_of(forms: list[StepForm]) -> str:
-    """Return a list of forms as lines of JSON: first the record types, each of which refers only to earlier ones.
+def text_of(modules: list[str], forms: list[StepForm]) -> str:
+    """Return a list of forms as lines of JSON: modules, record types, each of which refers only to earlier ones, and forms.
+
+    Args:
+        modules: those that register steps in a program: the key of a form includes the steps of its records.
+        forms: each after the forms that it calls.
 
     Raises:
         TypeError: a form has an argument of a type that lists cannot express.
     """
     numbers: dict[Any, int] = {}
-    lines: list[Any] = []
+    lines: list[Any] = [["module", module] for module in modules]
 
     def written(kind: Any) -> Any:
         if isinstance(kind, types.BaseNamedTuple):
@@ -82,21 +86,28 @@ def forms_in(text: str) -> list[StepForm]:
             return None if None in inside else types.BaseTuple.from_types(inside)
         return _kind_named(kind)
 
-    for line in text.splitlines():
-        (what, module, name, *rest) = json.loads(line)
+    for what, module, *rest in _lines_of(text):
         if what == "record":
-            (is_borrowed, inside) = rest
+            (name, is_borrowed, inside) = rest
             records.append(_record_kind(module, name, is_borrowed, [read(one) for one in inside]))
-        else:
-            (kinds, needs) = rest
+        elif what != "module":
+            (name, kinds, needs) = rest
             forms.append(StepForm(module, name, what == "entry", tuple(read(one) for one in kinds), needs))
     return forms
 
 
 def names_in(text: str) -> frozenset[tuple[str, str]]:
     """Return the module and the name of each step in the lines of `text_of`, without imports."""
-    lines = (json.loads(line) for line in text.splitlines())
-    return frozenset((module, name) for what, module, name, *_ in lines if what != "record")
+    return frozenset((module, rest[0]) for what, module, *rest in _lines_of(text) if what in ("step", "entry"))
+
+
+def modules_in(text: str) -> list[str]:
+    """Return the modules in the lines of `text_of`."""
+    return [module for what, module, *_ in _lines_of(text) if what == "module"]
+
+
+def _lines_of(text: str) -> list[Any]:
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def _record_kind(module: str, name: str, is_borrowed: bool, kinds: list[Any]) -> Any:

@@ -17,15 +17,17 @@ from specbeam.core.compiling.compiler import AVAILABLE, compiled
 
 if AVAILABLE:
     from llvmlite import ir
-    from numba import types
+    from numba import typeof, types
     from numba._dispatcher import compute_fingerprint
     from numba.core import cgutils
     from numba.core.imputils import impl_ret_untracked, lower_builtin
+    from numba.core.registry import cpu_target
     from numba.extending import intrinsic, type_callable
 
     from specbeam.core.compiling.borrowed import RecordKind
 
 _OWNERS = 2  # the first fields of numba's array structure: the memory's counter and the Python object that owns it
+_SIZES: dict[Any, int] = {}  # bytes of records, by fingerprint
 _ALL: "WeakValueDictionary[int, Held]" = WeakValueDictionary()  # by address, for steps whose source Python runs
 
 
@@ -41,7 +43,7 @@ class Held:
         self.kind: Any = type(record)
         if AVAILABLE:
             self.kind = compute_fingerprint(record)
-            self._memory = np.zeros(int(_size_of(record)), dtype=np.uint8)
+            self._memory = np.zeros(_size_of(record, self.kind), dtype=np.uint8)
             self.address = self._memory.ctypes.data
             _write(record, self.address)
         _ALL[self.address] = self
@@ -91,14 +93,6 @@ if AVAILABLE:
         return impl_ret_untracked(context, builder, types.int64, found)
 
     @intrinsic
-    def _bytes_of(typing: Any, record: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            memory = context.data_model_manager[signature.args[0]].memory
-            return ir.Constant(ir.IntType(64), context.get_abi_sizeof(memory))
-
-        return (types.int64(record), code) if isinstance(record, RecordKind) else None
-
-    @intrinsic
     def _copy_to(typing: Any, record: Any, address: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kind = signature.args[0]
@@ -120,10 +114,17 @@ if AVAILABLE:
             for number, one in enumerate(kind.types):
                 _forget_owners(context, builder, one, cgutils.gep_inbounds(builder, place, 0, number))
 
-    @compiled
-    def _size_of(record: Any) -> int:
-        """Return the bytes of a record in memory."""
-        return _bytes_of(record)
+    def _size_of(record: Any, kind: Any) -> int:
+        """Return the bytes of a record in memory.
+
+        Args:
+            kind: its fingerprint, the same for all records of a type.
+        """
+        if kind not in _SIZES:
+            context = cpu_target.target_context
+            memory = context.data_model_manager[typeof(record)].memory
+            _SIZES[kind] = int(context.get_abi_sizeof(memory))
+        return _SIZES[kind]
 
     @compiled
     def _write(record: Any, address: int) -> None:

@@ -659,11 +659,11 @@ def _matrices_of(found: Matrix | list[Matrix]) -> list[Matrix]:
     return found if isinstance(found, list) else [found]
 
 
-def _routers_of(parts: list[LayerParts]) -> Float32[np.ndarray, "layers panels words"]:
-    """Return the routers of experts in float32 panels, regardless of the other matrices' kind."""
+def _routers_of(parts: list[LayerParts]) -> Float32[np.ndarray, "layers panels words"] | None:
+    """Return the routers of experts in float32 panels, regardless of the other matrices' kind; None without experts."""
     routers = [one.router for one in parts]
     if len(routers[0]) == 0:
-        return np.zeros((len(parts), 0, 0), dtype=np.float32)
+        return None
     return panels_of([[one] for one in routers], "float32")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from specbeam.core.compiling.compiler import Array, borrowed, borrowed_views
-from specbeam.core.steps import open_step
+from specbeam.core.steps import open_step, step, verb
 from specbeam.engines.arrays import Floats
 from specbeam.engines.families import Activation, Architecture, CrossParts, LayerParts
 
@@ -40,7 +40,7 @@ class Extras(NamedTuple):
     gated: bool  # whether the inner layer has a gate
     parallel: bool  # whether the inner layer reads the input of attention instead of its output
     norm_of_sum: bool  # whether norms after a sublayer are of the sum with its input
-    router: Array  # float32[layers, panels, words]: the matrix that scores experts; no panels without experts
+    router: Array | None  # float32[layers, panels, words]: the matrix that scores experts; None without experts
     experts: int  # number of experts, whose matrices follow each other in the panels of a layer; 0: none
     chosen: int  # number of experts of a row
     divides: bool  # whether the weights of the chosen experts are divided by their sum
@@ -56,7 +56,7 @@ def stacked(parts: Sequence[LayerParts] | Sequence[CrossParts], name: str) -> Fl
     return np.stack([numbers_of(getattr(one, name)) for one in parts])
 
 
-def extras_of(parts: list[LayerParts], of: Architecture, router: Array) -> Extras:
+def extras_of(parts: list[LayerParts], of: Architecture, router: Array | None) -> Extras:
     """Return the extras of layers, given the weights of each layer and the panels of the routers."""
     return Extras(
         after_attention=stacked(parts, "after_attention"),
@@ -91,6 +91,20 @@ def _biases_of(of: Architecture, layers: int) -> np.ndarray:
 _extras = borrowed_views(Extras)
 
 
+@verb(0)
+@step
+def router_of_layers(router: Array | None, first: int, stop: int) -> Array | None:
+    """Return the router of the layers first .. stop; None without experts."""
+    return router
+
+
+@router_of_layers.of(np.ndarray)
+@step
+def view_of_router(router: Array, first: int, stop: int) -> Array:
+    """Return the router of the layers first .. stop, as a view."""
+    return router[first:stop]
+
+
 @open_step
 def layers_of_extras(extras: Extras, first: int, stop: int) -> Extras:
     """Return the extras of the layers first .. stop, as views."""
@@ -111,7 +125,7 @@ def layers_of_extras(extras: Extras, first: int, stop: int) -> Extras:
         extras.gated,
         extras.parallel,
         extras.norm_of_sum,
-        extras.router[first:stop],
+        router_of_layers(extras.router, first, stop),
         extras.experts,
         extras.chosen,
         extras.divides,

@@ -1,12 +1,13 @@
 """The compiled layers of a model: norms, rotary positions, attention, the inner layer.
 
 One implementation serves all families (engines/families.py); `Extras` holds the optional parts of a family, and branches on
-them are outside of loops over numbers.
+them are outside of loops over numbers. Only experts have a step of their own, which other models need not compile.
 
 A row's results are bit-identical whatever other rows are in the pass: the source fixes the order of each sum, and no
 option lets the compiler change that order or the rounding.
 """
 
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.core.compiling.copies import copy_numbers, copy_rows
 from specbeam.core.compiling.ordered_sums import sum_of, sum_of_squares
 from specbeam.core.compiling.uncounted import compiled_without_counts
+from specbeam.core.steps import verb
 from specbeam.engines.cpu.attention import Scoring, attend
 from specbeam.engines.cpu.cache_words import as_kept
 from specbeam.engines.cpu.curves import cap_scores, exponential
@@ -355,24 +357,34 @@ def run_cross(x: Array, stack: Stack, layer: int, cache: KeyValues, look: Look, 
 def run_inner(x: Array, weights: Any, layer: int, eps: float, room: LayerRoom) -> None:
     """Run the inner layer of one layer on x, in place; see `run_layer`. Parallel to attention it reads `room.parallel`."""
     extras = weights.extras
-    threads = room.threads
     reads = room.normed
     if extras.parallel:
         reads = room.parallel
     else:
         normalise(x, weights.before_inner[layer], eps, reads)
-    if extras.experts > 0:
-        run_experts(reads, weights, layer, room)
-    else:
-        multiply(reads, weights.gate_up[layer], room.both, threads)
-        add_bias(room.both, extras.up_bias[layer])
-        activate(room.both, weights.inner, extras, room.wide)
-        multiply(room.wide, weights.down[layer], room.out, threads)
+    multiply_inner(extras.router, reads, weights, layer, room)
     add_sublayer(x, room.out, extras.down_bias[layer], extras.after_inner[layer], eps, extras)
 
 
+@verb(0, has_body=False)
+def multiply_inner(router: Array | None, reads: Array, weights: Any, layer: int, room: LayerRoom) -> None:
+    """Write the products of one inner layer to `room.out`, by the layer's experts if it has a router."""
+
+
+@multiply_inner.of(NoneType)
 @compiled
-def run_experts(reads: Array, weights: Any, layer: int, room: LayerRoom) -> None:
+def multiply_dense(router: None, reads: Array, weights: Any, layer: int, room: LayerRoom) -> None:
+    """Write the products of an inner layer without experts to `room.out`."""
+    extras = weights.extras
+    multiply(reads, weights.gate_up[layer], room.both, room.threads)
+    add_bias(room.both, extras.up_bias[layer])
+    activate(room.both, weights.inner, extras, room.wide)
+    multiply(room.wide, weights.down[layer], room.out, room.threads)
+
+
+@multiply_inner.of(np.ndarray)
+@compiled
+def multiply_experts(router: Array, reads: Array, weights: Any, layer: int, room: LayerRoom) -> None:
     """Write the weighted sum of the outputs of each row's experts to `room.out`.
 
     Each expert multiplies all rows that chose it in one product. The sum of a row runs over its own experts in
@@ -382,7 +394,7 @@ def run_experts(reads: Array, weights: Any, layer: int, room: LayerRoom) -> None
     threads = room.threads
     count = len(reads)
     shares = np.zeros((count, extras.experts), dtype=np.float32)
-    choose_experts(reads, extras.router[layer], extras.chosen, extras.divides, shares)
+    choose_experts(reads, router[layer], extras.chosen, extras.divides, shares)
     up = weights.gate_up[layer]
     down = weights.down[layer]
     each_up = len(up) // extras.experts
