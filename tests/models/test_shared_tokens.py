@@ -1,4 +1,4 @@
-"""Draft models with another number of tokens than their target: rows of the target's tokens, by every engine."""
+"""Draft models with another number of tokens than their target, or that draft few: rows of its tokens, by every engine."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,8 @@ from tests.support.tiny_models import NO_SDPA, tiny
 OWN = 61
 PROMPT = [7, 63, 5, 60, 2, 66, 9]
 FOREST = Forest.rooted([9]).grown([62, 3, 61, 58, 5, 67], [0, 0, 1, 2, 3, 3])
-SIZES = {"padded": 68, "cut": 50}
+SIZES = {"padded": 68, "cut": 50, "few": 69}
+BELOW = {69: 21}  # by size: the number of tokens of which some are drafted
 DEEP = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -28,7 +29,7 @@ DEEP = {
 def shared_of(vocab, without=()):
     known = np.arange(vocab) < OWN
     known[list(without)] = False
-    return SharedTokens(known, 3)
+    return SharedTokens(known, 3, BELOW.get(vocab))
 
 
 def within(tokens, vocab):
@@ -52,10 +53,10 @@ def check_rows(lm, alone, shared):
     found = rows_of(lm, prompt, FOREST._replace(tokens=tokens))
     own = rows_of(alone, shared.read(np.array(prompt)).tolist(), FOREST._replace(tokens=shared.read(tokens)))
     assert found.shape == (FOREST.size, vocab)
-    known = torch.from_numpy(shared.known)
+    drafted = torch.from_numpy(shared.drafted)
     both = min(vocab, OWN)
-    torch.testing.assert_close(found[:, :both][:, known[:both]].float(), own[:, :both][:, known[:both]].float())
-    assert (found[:, ~known] == -torch.inf).all()
+    torch.testing.assert_close(found[:, :both][:, drafted[:both]].float(), own[:, :both][:, drafted[:both]].float())
+    assert (found[:, ~drafted] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -14,8 +14,15 @@ from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.engines import MAPPING, check_engine
-from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.loading.drafts import DraftOptions, check_draft_of_sources, draft_of, given_draft
+from specbeam.models.huggingface import HuggingFaceLM, vocab_of
+from specbeam.models.loading.drafts import (
+    DraftOptions,
+    check_draft_of_sources,
+    check_draft_vocab,
+    draft_of,
+    given_draft,
+    with_fewer_drafted,
+)
 from specbeam.models.loading.further import FurtherDrafts
 from specbeam.models.loading.language_models import (
     ShareFrom,
@@ -101,6 +108,7 @@ def load(
     check: bool = True,
     quantize: "Quantize | None" = None,
     quantize_draft: "Quantize | None" = None,
+    draft_vocab: int | None = None,
     compile: bool = False,
     share_from: ShareFrom = "auto",
     probe: bool = True,
@@ -141,6 +149,9 @@ def load(
             read without their libraries on a CPU (docs/quantised.md).
         quantize_draft: the same for the draft, without effect on the law of the output. None: the draft is not rounded.
             With a 4-bit target, also round the draft: in 16 bits it would read much memory for its size.
+        draft_vocab: a draft model drafts only the tokens with ids below this number, without effect on the law of the
+            output. With 100,000 tokens and more, most of a small model's pass multiplies its head; the first 32,000 are
+            nearly all that English text needs in most vocabularies, and fewer than other languages need in some. None: all.
         check: compare the logits of a small token tree with those of plain forwards, once per model, and reject the model
             if they differ.
         compile: use torch.compile for models without a forward of specbeam's on a CPU. Compiling takes about five seconds
@@ -215,6 +226,7 @@ def load(
         if is_spread:
             raise has_encoder(type(target_model).__name__)
     given = given_draft(draft, quantize_draft, quantize, target, target_model)
+    check_draft_vocab(draft_vocab, given)
     draft_model = None
     if given.model is not None:
         draft_model = model_of(given.model, dtype, torch_device, given.quantize, may_map=engine in MAPPING)
@@ -224,6 +236,7 @@ def load(
     shared = None
     if draft_model is not None:
         shared = tokens_in_common(target_model, draft_model, own_tokenizer, target, given.model)
+        shared = with_fewer_drafted(shared, draft_vocab, vocab_of(target_model))
     if tensor_parallel:
         target_lm = HuggingFaceLM(target_model, engine="parallel", share_from=share_from)
         end_together(target_lm.runner.channel)  # type: ignore[union-attr]

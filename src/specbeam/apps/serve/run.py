@@ -115,6 +115,7 @@ def load_pair(config: ServerConfig) -> Pair:
         config.model,
         config.draft,
         quantize=quantize,
+        draft_vocab=config.draft_vocab,
         share_from=None,
         tensor_parallel=config.tensor_parallel,
         kv=kv,

@@ -782,7 +782,7 @@ class TreeDrafter:
             return None
         warp = session.warp
         shared = getattr(self.lm, "shared", None)
-        is_constrained = warp.constraint is not None or (shared is not None and not shared.knows_all)
+        is_constrained = warp.constraint is not None or (shared is not None and not shared.drafts_all)
         found = self.growth.spec(warp.cut, session.limits.ending, warp.greedy, is_constrained)
         if found is None or "vocab" not in found._fields:
             return found

@@ -97,7 +97,7 @@ def _model(given: PassesArguments, needed: int) -> "tuple[HuggingFaceLM, str]":
     from specbeam.models.pair import load
 
     quantize: Any = given.quantize
-    pair = grown_pair(given.model, None, given.make(GrownSizes), quantize, engine=given.engine)
+    pair = grown_pair(given.model, None, given.make(GrownSizes), quantize=quantize, engine=given.engine)
     target = pair.forgetful_target
     own = target.max_positions
     if own is None or own >= needed:

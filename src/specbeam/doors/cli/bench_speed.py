@@ -10,6 +10,7 @@ import typer
 from specbeam.doors.cli.arguments import generation
 from specbeam.doors.cli.common import bundled_rows, check_options, in_one_line, method_from, print_records
 from specbeam.doors.cli.options import (
+    DraftVocab,
     Grow,
     GrowVocab,
     Json,
@@ -68,6 +69,7 @@ class SpeedArguments(PairArguments):
     ] = None
     grow_vocab: GrowVocab = None
     quantize: QuantizeTarget = None
+    draft_vocab: DraftVocab = None
     rows: SpacedRows = 30
     batch_size: Annotated[
         list[int], typer.Option(help="Number of prompts decoded together. May be given several times.")
@@ -105,9 +107,8 @@ def _pair(given: SpeedArguments) -> "Pair":
     from specbeam.doors.cli.widening import GrownSizes, grown_pair
     from specbeam.doors.sources import hears
 
-    pair = grown_pair(
-        given.model, given.draft, given.make(GrownSizes), given.quantize, sources=True, engine=given.engine
-    )
+    options = given.named("quantize", "draft_vocab", "engine")
+    pair = grown_pair(given.model, given.draft, given.make(GrownSizes), sources=True, **options)
     if hears(pair):
         raise NotSupported(
             f"bench speed is for models of text, and {type(pair.target_model).__name__} reads audio; give another model "

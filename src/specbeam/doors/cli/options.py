@@ -150,6 +150,14 @@ Quantize = Annotated[
         "others (docs/quantised.md). Texts then have the law of the rounded model."
     ),
 ]
+DraftVocab = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Draft only tokens with ids below this number, such as 32000, which takes less time with a large vocabulary; "
+        "texts have the same law.",
+    ),
+]
 Engine = Annotated[
     str,
     typer.Option(
@@ -220,6 +228,7 @@ class LoadArguments(PairArguments):
 
     device: Device = None
     quantize: Quantize = None
+    draft_vocab: DraftVocab = None
     kv: KeysAndValues = None
     compile: Compile = False
     tensor_parallel: TensorParallel = False

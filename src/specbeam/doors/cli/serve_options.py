@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import parameter
-from specbeam.doors.cli.options import Draft, KeysAndValues, QuantizeTarget, Settings, TensorParallel
+from specbeam.doors.cli.options import Draft, DraftVocab, KeysAndValues, QuantizeTarget, Settings, TensorParallel
 
 Text = str | None
 Number = int | None
@@ -28,6 +28,7 @@ MODELS = {
     "model": option(Text, "Target model: a path, a hub id, or 'bundled', the default.", "--model", "-m"),
     "draft": Draft,
     "quantize": QuantizeTarget,
+    "draft_vocab": DraftVocab,
     "kv": KeysAndValues,
     "engine": option(
         Text,

@@ -33,19 +33,17 @@ class GrownSizes:
     grow_vocab: str | None = None
 
 
-def grown_pair(
-    model: str, draft: str | None, growth: GrownSizes, quantize: Any = None, sources: bool = False, engine: Any = "auto"
-) -> Pair:
+def grown_pair(model: str, draft: str | None, growth: GrownSizes, sources: bool = False, **options: Any) -> Pair:
     """Load a pair, and enlarge its models without changing their outputs.
 
     Args:
         model, draft: paths or hub ids of target and draft.
         growth: the sizes.
-        quantize, engine: as for `specbeam.load`.
         sources: whether the command supports encoder-decoder models; see `quiet_load`.
+        options: options of `specbeam.load`.
     """
     if growth == GrownSizes():
-        return quiet_load(model, draft, quantize=quantize, sources=sources, engine=engine)
+        return quiet_load(model, draft, sources=sources, **options)
     grow_draft = growth.grow_draft
     grow_vocab = growth.grow_vocab
     pair = quiet_load(model, draft, sources=sources)
@@ -58,10 +56,10 @@ def grown_pair(
     if is_rounding(draft):
         if grow_draft is not None:
             raise BadSetting(f"--draft {draft} is the target itself, enlarged by --grow; leave --grow-draft out")
-        return load(_enlarged(target, growth), draft, pair.tokenizer, quantize=quantize, engine=engine)
+        return load(_enlarged(target, growth), draft, pair.tokenizer, **options)
     head = getattr(pair.draft, "head", None)
     if head is not None:
-        return _with_head(pair, head, growth, quantize, engine)
+        return _with_head(pair, head, growth, options)
     if grow_vocab is not None and draft_model is not None:
         draft_model = with_words(draft_model, parameters(grow_vocab, "--grow-vocab"))
     target = _enlarged(target, growth)
@@ -69,10 +67,10 @@ def grown_pair(
         if draft_model is None:
             raise BadSetting("--grow-draft needs a draft model; give --draft")
         draft_model = _grown(draft_model, parameters(grow_draft, "--grow-draft"))
-    return load(target, draft_model, pair.tokenizer, quantize=quantize, engine=engine)
+    return load(target, draft_model, pair.tokenizer, **options)
 
 
-def _with_head(pair: Pair, head: Head, growth: GrownSizes, quantize: Any, engine: Any) -> Pair:
+def _with_head(pair: Pair, head: Head, growth: GrownSizes, options: dict[str, Any]) -> Pair:
     """Return a pair with an enlarged target and an equally enlarged head.
 
     Raises `BadSetting` for heads that cannot be enlarged, and for other options than `grow`.
@@ -87,7 +85,7 @@ def _with_head(pair: Pair, head: Head, growth: GrownSizes, quantize: Any, engine
         larger = grown_head(head, target)
     except NotSupported as error:
         raise BadSetting(f"--grow enlarges the target, and the draft fits only the original one: {error}") from error
-    alone = load(target, None, pair.tokenizer, quantize=quantize, engine=engine)
+    alone = load(target, None, pair.tokenizer, **options)
     assert isinstance(alone.target, HuggingFaceLM)
     return replace(alone, draft=head_model(larger, alone.target))
 

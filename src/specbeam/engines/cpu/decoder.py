@@ -213,7 +213,8 @@ class CompiledDecoder:
         self.kinds_of_matrices = kinds_of_panels(parts_of(layers[0], architecture), kind)
         self.weights = weights_of(layers, self.kinds_of_matrices, architecture, files)
         self.last_norm = numbers_of(norm_at(body, family.final_norm, family))
-        self.head = panels_of([_head_parts(head.weight, self.vocab)], kind, files)[0]
+        rows = self.vocab if shared is None else shared.head_rows
+        self.head = panels_of([_head_parts(head.weight, rows)], kind, files)[0]
         self.leave = self.head[:0] if leave is None else panels_of([[leave]], kind, files)[0]
         self.enter = matrix_at(model, family.enter, family)
         if self.threads > 1:

@@ -575,15 +575,19 @@ def score_rows(x: Array, weight: Array, eps: float, leave: Array, head: Array, l
         x: float32[rows, hidden], the output of the last layer.
         weight: of the final norm, see `normalise_row`.
         leave: the matrix between the norm and the head in panels; no panels: none.
-        head: the head's matrix in panels; `logits` may lack the padding columns of the last panel.
+        head: the head's matrix in panels; `logits` may lack the padding columns of the last panel, and columns beyond the
+            last panel get -inf.
     """
     h = input_of_head(x, weight, eps, leave, threads)
-    whole = logits.shape[1] // WIDTH
+    whole = min(logits.shape[1] // WIDTH, len(head))
     multiply(h, head[:whole], logits, threads)
     if whole < len(head):
         left = np.empty((len(x), WIDTH), dtype=np.float32)
         multiply(h, head[whole : whole + 1], left, threads)
         copy_rows(logits[:, whole * WIDTH :], left[:, : logits.shape[1] - whole * WIDTH])
+    for row in range(len(x)):
+        for column in range(len(head) * WIDTH, logits.shape[1]):
+            logits[row, column] = -np.inf
 
 
 @compiled

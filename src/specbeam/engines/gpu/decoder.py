@@ -150,7 +150,7 @@ class GpuDecoder:
         self.vocab = len(head.weight) if shared is None else shared.vocab
         self.known = len(self.embedding) if shared is None else shared.vocab  # number of input tokens
         self.read_as = None if shared is None else torch.from_numpy(shared.read_as).to(self.embedding.device)
-        self.head = self._matrix(head.weight[: self.vocab])
+        self.head = self._matrix(head.weight[: self.vocab if shared is None else shared.head_rows])
         self.logits_bias = bias_of_tokens(model, shared).to(self.embedding)
         self.sources = CrossPool(len(self.layers), self.heads[1], self.size, self.embedding) if family.cross else None
         self.processors = _processors(self.embedding.device)
@@ -331,7 +331,7 @@ class GpuDecoder:
             logits = torch.tanh(logits / cap) * cap
         missing = self.vocab - logits.shape[1]
         if missing:
-            logits = functional.pad(logits, (0, missing))  # the biases of missing tokens are -inf
+            logits = functional.pad(logits, (0, missing))  # the biases of tokens that are not drafted are -inf
         return logits + self.logits_bias if len(self.logits_bias) else logits
 
     def _matrix(self, numbers: Tensor) -> GpuMatrix:

@@ -71,7 +71,7 @@ def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
     finally:
         lm.close(owner)
     if lm.shared is not None:  # other tokens have -inf on both sides
-        is_drafted = torch.from_numpy(lm.shared.known)
+        is_drafted = torch.from_numpy(lm.shared.drafted)
         found = found[:, is_drafted.to(found.device)]
         expected = expected[:, is_drafted.to(expected.device)]
     expected = expected.float().to(found.device)

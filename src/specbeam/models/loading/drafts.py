@@ -1,9 +1,10 @@
 """Drafts for a target: a model, a head, the target without some sublayers, or the target with rounded weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from specbeam.core.errors import BadSetting, NotSupported
@@ -108,11 +109,35 @@ def draft_of(
         return _reading_draft(model, target, options.check, rounding or options.engine, kv, shared)
     if is_target:  # a target that drafts for itself needs a second cache
         engine = rounding or ("torch" if target.engine == "torch" else options.engine)
-        return HuggingFaceLM(model, engine=engine, share_from=options.share_from, kv=options.kv)
+        return HuggingFaceLM(model, engine=engine, share_from=options.share_from, kv=options.kv, shared=shared)
     share_from = options.share_from
     return language_model(
         model, options.check, rounding, options.compile, share_from, shared=shared, role=_ROLE, engine=options.engine
     )
+
+
+def check_draft_vocab(draft_vocab: Any, given: GivenDraft) -> None:
+    """Raise `BadSetting` if the option `draft_vocab` of `load` is no number of tokens, or does not fit the draft."""
+    if draft_vocab is None:
+        return
+    if not is_integer(draft_vocab) or draft_vocab < 1:
+        raise BadSetting(f"draft_vocab is {draft_vocab!r}; it is a number of tokens, at least 1")
+    if given.model is None:
+        what = "the draft is a head" if given.head is not None else "there is none"
+        raise BadSetting(f"draft_vocab is for draft models, and {what}; leave it out")
+
+
+def with_fewer_drafted(shared: SharedTokens | None, draft_vocab: int | None, vocab: int) -> SharedTokens | None:
+    """Return the tokens that a draft model shares with a target, of which it drafts only the first `draft_vocab`.
+
+    Args:
+        shared: None: all of the target's `vocab` tokens.
+        draft_vocab: see `load`.
+    """
+    if draft_vocab is None or draft_vocab >= vocab:
+        return shared
+    found = SharedTokens(np.ones(vocab, dtype=bool), 0) if shared is None else shared
+    return replace(found, below=int(draft_vocab))
 
 
 def check_draft_of_sources(model: "PreTrainedModel", draft: Any, share_from: ShareFrom) -> None:
