@@ -7,10 +7,11 @@ import pytest
 
 import specbeam as sb
 from specbeam.apps.jobs.rows import Columns, row_of
+from specbeam.core.names import nearest
 from specbeam.doors.method_text import method_from
 from specbeam.doors.options import table
 from specbeam.doors.options.settings import Settings
-from specbeam.doors.options.table import OPTIONS, Options, aliases, nearest
+from specbeam.doors.options.table import OPTIONS, Options, aliases
 from specbeam.errors import BadSetting
 from specbeam.generation import generate, stream, turns_of
 from tests.doors.cli.test_commands import specbeam

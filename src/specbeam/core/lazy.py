@@ -36,7 +36,7 @@ def attached(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[]
     def get(name: str) -> Any:
         """Import a public name on its first use."""
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
         module, there = homes[name]
         with rarely_collected():
             home = import_module(module)

@@ -1,5 +1,7 @@
 """The public names of this package, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
+from specbeam.core.names import hint as hint
+from specbeam.core.names import nearest as nearest
 from specbeam.doors.chats import BUNDLED_TEMPLATE as BUNDLED_TEMPLATE
 from specbeam.doors.chats import prompt_of_messages as prompt_of_messages
 from specbeam.doors.energy import EnergyMeter as EnergyMeter
@@ -27,9 +29,7 @@ from specbeam.doors.options.settings import Settings as Settings
 from specbeam.doors.options.table import OPTIONS as OPTIONS
 from specbeam.doors.options.table import aliases as aliases
 from specbeam.doors.options.table import config_names as config_names
-from specbeam.doors.options.table import hint as hint
 from specbeam.doors.options.table import kind_of as kind_of
-from specbeam.doors.options.table import nearest as nearest
 from specbeam.doors.options.table import row_names as row_names
 from specbeam.doors.options.table import warper_names as warper_names
 from specbeam.doors.places import DAMAGE as DAMAGE

@@ -6,7 +6,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from specbeam.core.errors import BadSetting
-from specbeam.doors.options.table import hint
+from specbeam.core.names import hint
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES, resolve
 from specbeam.recipes.method import Method
 

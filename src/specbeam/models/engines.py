@@ -10,7 +10,7 @@ import torch
 
 from specbeam.core.caches.folders import lend_folder
 from specbeam.core.errors import BadSetting, NotSupported, UnsupportedModel
-from specbeam.doors.options.table import hint
+from specbeam.core.names import hint
 from specbeam.engines.by_layer import layer_decoder
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit

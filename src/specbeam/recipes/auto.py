@@ -4,9 +4,10 @@ from specbeam.core.errors import NotSupported
 from specbeam.core.laws.named import EXACT
 from specbeam.core.lm import LM
 from specbeam.core.session import Parts
-from specbeam.recipes.method import Method
+from specbeam.recipes.method import Method, recipe
 
 
+@recipe
 def auto() -> Method:
     """Decode with the fastest exact method for one sequence, measured on the first prompts.
 

@@ -13,7 +13,7 @@ from specbeam.core.session import Controller, Drafter, Parts, Rule
 from specbeam.core.verify.beams import BeamRule
 from specbeam.core.verify.search import SearchRule
 from specbeam.recipes.depth import Depth, check_depth, depth_control
-from specbeam.recipes.method import Build, Method, refuse_ignored, require_at_least_one, require_probability
+from specbeam.recipes.method import Build, Method, recipe, refuse_ignored, require_at_least_one, require_probability
 from specbeam.recipes.search import build_of_search, checked_draft_beams
 
 Coupling = Literal["noise", "rejection"]
@@ -39,6 +39,7 @@ def _build_without_draft(law: str, width: Width, coupling: str, replacement: boo
     return lambda target, draft: Parts(NoDraft(), rule, FixedShape(0, 0), law)
 
 
+@recipe
 def greedy() -> Method:
     """Take the most probable token at each step, without a draft.
 
@@ -49,6 +50,7 @@ def greedy() -> Method:
     return Method("greedy", law, 1, _build_without_draft(law, FixedWidth(1), "noise", False), greedy=True)
 
 
+@recipe
 def sampling() -> Method:
     """Draw one token per pass of the target, without a draft: plain sampling.
 
@@ -58,6 +60,7 @@ def sampling() -> Method:
     return Method("sampling", EXACT, 1, _build_without_draft(EXACT, FixedWidth(1), "noise", False))
 
 
+@recipe
 def beam_sampling(
     beams: int = 4,
     replacement: bool = False,
@@ -121,6 +124,7 @@ def _law_of_draws(width: FixedWidth | NucleusWidth | SureWidth, replacement: boo
     return f"exact: beam sampling, {widths}, {'with' if replacement else 'without'} replacement"
 
 
+@recipe
 def dsbd(
     beams: int = 4,
     draft_beams: int | None = None,

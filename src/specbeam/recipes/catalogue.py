@@ -1,8 +1,10 @@
 """The catalogue of recipes. The docstring of a recipe states the law of its output and its paper."""
 
 from collections.abc import Callable
+from typing import Any
 
 from specbeam.core.errors import BadSetting
+from specbeam.core.names import hint
 from specbeam.recipes.auto import auto
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
 from specbeam.recipes.heads import (
@@ -38,16 +40,24 @@ from specbeam.recipes.sequence import (
 )
 from specbeam.recipes.skipping import swift
 
-RECIPES: tuple[Callable[..., Method], ...] = (
-    greedy, sampling, beam_search, speculative_beam_search, beam_sampling, dsbd,
-    speculative_sampling, block_verification, specinfer, rsd_c, rsd_s, sequoia, spechub, traversal, multi_draft,
-    opt_tree, dyspec, gsd, propd, prompt_lookup, suffix_match, token_recycling, swift, auto,
-    mtjd, mtad, mjsd, mmtad,
-)  # fmt: skip
-# Recipes for draft heads of one kind; they reject other pairs.
-HEAD_RECIPES: tuple[Callable[..., Method], ...] = (
-    eagle, fspad, medusa, mtp, chimera, specdiff, eesd, bita, hidden_transfer,
-)  # fmt: skip
+
+def _recipes() -> tuple[Callable[..., Method], ...]:
+    """Return the recipes for all pairs; in a function, because mypy cannot order the modules of this package."""
+    return (
+        greedy, sampling, beam_search, speculative_beam_search, beam_sampling, dsbd,
+        speculative_sampling, block_verification, specinfer, rsd_c, rsd_s, sequoia, spechub, traversal, multi_draft,
+        opt_tree, dyspec, gsd, propd, prompt_lookup, suffix_match, token_recycling, swift, auto,
+        mtjd, mtad, mjsd, mmtad,
+    )  # fmt: skip
+
+
+def _head_recipes() -> tuple[Callable[..., Method], ...]:
+    """Return the recipes for draft heads of one kind, which reject other pairs."""
+    return (eagle, fspad, medusa, mtp, chimera, specdiff, eesd, bita, hidden_transfer)
+
+
+RECIPES = _recipes()
+HEAD_RECIPES = _head_recipes()
 
 
 def methods() -> list[Recipe]:
@@ -55,7 +65,7 @@ def methods() -> list[Recipe]:
     return [recipe_of(make) for make in (*RECIPES, *HEAD_RECIPES)]
 
 
-def resolve(method: "str | Method") -> Method:
+def resolve(method: Any) -> Method:
     """Return `method` itself, or the method that the recipe of this name makes with default settings.
 
     Raises `BadSetting` if there is no such recipe.
@@ -63,6 +73,12 @@ def resolve(method: "str | Method") -> Method:
     if isinstance(method, Method):
         return method
     recipes = {make.__name__: make for make in (*RECIPES, *HEAD_RECIPES)}
+    if callable(method):
+        name = getattr(method, "__name__", "")
+        what = "a recipe" if name in recipes else "a function"
+        raise BadSetting(f"the method is {what} that was not called; write sb.{name}()")
+    if not isinstance(method, str):
+        raise BadSetting(f"the method is {method!r}; give its name, or a method such as sb.dsbd(beams=4)")
     if method not in recipes:
-        raise BadSetting(f"there is no method {method!r}; choose one of {', '.join(recipes)}")
+        raise BadSetting(f"there is no method {method!r}{hint(method, recipes)}; choose one of {', '.join(recipes)}")
     return recipes[method]()

@@ -25,7 +25,14 @@ from specbeam.models.heads.medusa import Medusa
 from specbeam.models.heads.modules import ModulesInARow
 from specbeam.models.heads.trunk import PairTrunk
 from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, sequence_method, tree_method
-from specbeam.recipes.method import Method, refuse_ignored, require_at_least_one, require_counts, require_probability
+from specbeam.recipes.method import (
+    Method,
+    recipe,
+    refuse_ignored,
+    require_at_least_one,
+    require_counts,
+    require_probability,
+)
 
 TreeBy = Literal["streamlined", "measured", "odds"]
 # Acceptance probabilities of the likeliest tokens by depth, for heads whose training did not measure them.
@@ -79,6 +86,7 @@ def paper_of(head: Head) -> str:
     return next((kind.recipe for kind in _KINDS if kind.includes(head)), "")
 
 
+@recipe
 def eagle(
     nodes: int = 59,
     depth: int = 8,
@@ -103,6 +111,7 @@ def eagle(
     return _tree_of_heads(_EAGLE, nodes, depth, top, rule, controller)
 
 
+@recipe
 def fspad(
     nodes: int = 59,
     depth: int = 8,
@@ -124,6 +133,7 @@ def fspad(
     return _tree_of_heads(_FSPAD, nodes, depth, top, rule, controller)
 
 
+@recipe
 def medusa(
     nodes: int = 63,
     depth: int = 4,
@@ -148,6 +158,7 @@ def medusa(
     return _tree_of_heads(_MEDUSA, nodes, depth, top, rule, controller)
 
 
+@recipe
 def mtp(
     nodes: int = 3,
     depth: int = 3,
@@ -175,6 +186,7 @@ def mtp(
     return _tree_of_heads(_MTP, nodes, depth, top, rule, controller)
 
 
+@recipe
 def chimera(
     nodes: int = 25,
     depth: int = 4,
@@ -199,6 +211,7 @@ def chimera(
     return _tree_of_heads(_CHIMERA, nodes, depth, top, rule, controller)
 
 
+@recipe
 def specdiff(
     steps: int = 1,
     depth: int = 5,
@@ -245,6 +258,7 @@ def specdiff(
     return _for_heads(_SPECDIFF, sequence_method(drafts, make_drafter, rule, controller))
 
 
+@recipe
 def eesd(
     depth: int = 8,
     counts: Sequence[int] = (1,),
@@ -276,6 +290,7 @@ def eesd(
     return _for_heads(_EESD, tree_method(drafts, growth, rule, controller))
 
 
+@recipe
 def bita(
     nodes: int = 12,
     depth: int = 3,
@@ -312,6 +327,7 @@ def bita(
     return _tree_of_extra_rows(_BITA, nodes, depth, top, tree, least, rule, controller)
 
 
+@recipe
 def hidden_transfer(
     nodes: int = 12,
     depth: int = 3,

@@ -10,11 +10,12 @@ from specbeam.core.errors import BadSetting, one_of
 from specbeam.core.lm import LM
 from specbeam.core.session import Controller, Rule
 from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, sequence_method
-from specbeam.recipes.method import Method, require_at_least_one
+from specbeam.recipes.method import Method, recipe, require_at_least_one
 
 NO_STOP_REASON = "finds a whole draft at once, without probabilities"  # see `DraftKind`
 
 
+@recipe
 def prompt_lookup(
     depth: int = 8,
     longest: int = 3,
@@ -42,6 +43,7 @@ def prompt_lookup(
     return _retrieval_method("prompt_lookup", PromptLookup(longest, match), depth, rule, controller)
 
 
+@recipe
 def suffix_match(
     depth: int = 16,
     per_match: float = 4.0,
@@ -66,6 +68,7 @@ def suffix_match(
     return _retrieval_method("suffix_match", SuffixMatch(per_match), depth, rule, controller)
 
 
+@recipe
 def token_recycling(
     depth: int = 6,
     memory: Successors | None = None,

@@ -3,10 +3,12 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
+from specbeam.core.names import hint
 from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part, law_of
 
 
@@ -24,6 +26,17 @@ class RequestInfo:
 
 MOST = 65_536  # largest accepted number of beams, nodes or layers; larger numbers are taken for typing errors
 
+# Settings by their names in transformers, vLLM and papers.
+_ELSEWHERE = {
+    "num_beams": "beams",
+    "beam_width": "beams",
+    "beam_size": "beams",
+    "num_assistant_tokens": "depth",
+    "num_speculative_tokens": "depth",
+    "gamma": "depth",
+    "draft_tokens": "depth",
+}
+Given = ParamSpec("Given")
 Build = Callable[[LM | None, LM | None], Parts]  # takes the target and the draft model
 Check = Callable[[RequestInfo], None]  # raises an error if the method cannot serve the request
 
@@ -48,6 +61,9 @@ class Method:
     check: Check = lambda request: None
     # If layers may have fewer than `beams` beams: returns the same method with a minimum number of beams per layer.
     keeping: Callable[[int], "Method"] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.law}>"
 
     @property
     def exact(self) -> bool:
@@ -157,6 +173,22 @@ def recipe_of(make: Callable[..., Method]) -> Recipe:
     method = make()
     needs = "a draft model" if method.needs_draft else "the target alone"
     return Recipe(make.__name__, law, paper, needs, defaults, make, method.exact, method.lossless)
+
+
+def recipe(make: Callable[Given, Method]) -> Callable[Given, Method]:
+    """Return a recipe whose unknown settings raise `BadSetting` with the known ones."""
+    known = inspect.signature(make).parameters
+
+    @wraps(make)
+    def checked(*given: Given.args, **named: Given.kwargs) -> Method:
+        for name in named:
+            if name not in known:
+                settings = ", ".join(known) or "none"
+                near = hint(name, known, _ELSEWHERE)
+                raise BadSetting(f"{make.__name__}() has no setting {name}{near}; it has {settings}")
+        return make(*given, **named)
+
+    return checked
 
 
 def require_at_least_one(**values: int) -> None:

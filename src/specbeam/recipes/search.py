@@ -13,12 +13,13 @@ from specbeam.core.lm import LM
 from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part
 from specbeam.core.verify.search import SearchRule
 from specbeam.recipes.depth import Depth, check_depth, depth_control
-from specbeam.recipes.method import Build, Method, refuse_ignored, require_at_least_one
+from specbeam.recipes.method import Build, Method, recipe, refuse_ignored, require_at_least_one
 
 DrafterName = Literal["model", "prompt_lookup", "suffix_match", "token_recycling"]
 LAW = "exact: beam search; the beams and scores of transformers in float32"
 
 
+@recipe
 def beam_search(
     beams: int = 4, *, drafter: Drafter | None = None, rule: Rule | None = None, controller: Controller | None = None
 ) -> Method:
@@ -41,6 +42,7 @@ def beam_search(
     return method.with_parts(drafter, rule, controller)
 
 
+@recipe
 def speculative_beam_search(
     beams: int = 4,
     draft_beams: int | None = None,

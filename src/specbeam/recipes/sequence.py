@@ -22,11 +22,12 @@ from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.live_layers import first_layers
 from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, sequence_method, tree_method
-from specbeam.recipes.method import Method, require_at_least_one, require_counts
+from specbeam.recipes.method import Method, recipe, require_at_least_one, require_counts
 from specbeam.recipes.tuning.acceptance import GUESS, saved_acceptance
 from specbeam.recipes.tuning.costs import curve_of
 
 
+@recipe
 def speculative_sampling(
     depth: int = 5, rule: "RuleName | Rule" = "path", controller: "ControllerName | Controller" = "auto"
 ) -> Method:
@@ -52,6 +53,7 @@ def speculative_sampling(
     return tree_method(drafts, Branching((1,), Independent()), rule, controller)
 
 
+@recipe
 def block_verification(depth: int = 5, controller: "ControllerName | Controller" = "auto") -> Method:
     """Draft a chain of tokens and judge it from its last token to the first: block verification.
 
@@ -70,6 +72,7 @@ def block_verification(depth: int = 5, controller: "ControllerName | Controller"
     return tree_method(drafts, Branching((1,), Independent()), "traversal", controller)
 
 
+@recipe
 def specinfer(
     counts: Sequence[int] = (3, 2, 1, 1),
     rule: "RuleName | Rule" = "path",
@@ -90,6 +93,7 @@ def specinfer(
     return _branching_method("specinfer", counts, Independent(), rule, controller)
 
 
+@recipe
 def rsd_c(
     counts: Sequence[int] = (3, 2, 1, 1),
     rule: "RuleName | Rule" = "path",
@@ -109,6 +113,7 @@ def rsd_c(
     return _branching_method("rsd_c", counts, Distinct(), rule, controller)
 
 
+@recipe
 def rsd_s(
     width: int = 4,
     depth: int = 4,
@@ -132,6 +137,7 @@ def rsd_s(
     return tree_method(drafts, StochasticBeam(), rule, controller)
 
 
+@recipe
 def sequoia(
     nodes: int = 16,
     depth: int = 6,
@@ -194,6 +200,7 @@ def _measured_cost(target: LM | None, draft: LM | None, rows: int) -> CostCurve 
     return replace(curve_of(target), draft_layer_s=curve_of(draft).pass_s(rows))
 
 
+@recipe
 def spechub(
     depth: int = 4,
     children: int = 2,
@@ -218,6 +225,7 @@ def spechub(
     return _branching_method("spechub", counts, BestAndOne(), rule, controller)
 
 
+@recipe
 def traversal(
     counts: Sequence[int] = (3, 2, 1, 1),
     children: "Literal['distinct', 'independent', 'best_and_one'] | Children" = "distinct",
@@ -243,6 +251,7 @@ def traversal(
     return _branching_method("traversal", counts, way, "traversal", controller)
 
 
+@recipe
 def dyspec(
     nodes: int = 24,
     depth: int = 6,
@@ -273,6 +282,7 @@ def dyspec(
     return tree_method(drafts, BestFirstDraws(least), rule, controller)
 
 
+@recipe
 def multi_draft(
     others: Sequence[Any] = (),
     counts: Sequence[int] = (2, 1, 1),
@@ -375,6 +385,7 @@ def _branching_method(
     return tree_method(DraftKind(name, len(counts), layers=growth.layers), growth, rule, controller)
 
 
+@recipe
 def opt_tree(
     nodes: int = 24,
     depth: int = 6,
@@ -406,6 +417,7 @@ def opt_tree(
     return tree_method(drafts, BestFirst(top, within_layer=within_layer), rule, controller)
 
 
+@recipe
 def gsd(
     depth: int = 4,
     top: int = 3,
@@ -439,6 +451,7 @@ def gsd(
     return tree_method(drafts, Graph(top, context, most_nodes=nodes + 1), rule, controller)
 
 
+@recipe
 def propd(
     nodes: int = 24,
     depth: int = 5,

@@ -15,9 +15,10 @@ from specbeam.models.skip_search import SkipSearch
 from specbeam.models.skipping import Skipping, skipping_model
 from specbeam.models.sublayers import Sublayers
 from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, controller_maker, rule_of
-from specbeam.recipes.method import Method, refuse_ignored, require_at_least_one, require_probability
+from specbeam.recipes.method import Method, recipe, refuse_ignored, require_at_least_one, require_probability
 
 
+@recipe
 def swift(
     skip: "Literal['bayes', 'random', 'clasp', 'exit'] | Sublayers | str" = "bayes",
     ratio: float | None = None,

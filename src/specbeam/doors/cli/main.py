@@ -26,6 +26,7 @@ from specbeam.doors.cli.bench import acceptance, efficiency
 from specbeam.doors.cli.chat import chat
 from specbeam.doors.cli.demo import demo
 from specbeam.doors.cli.diff import diff, diff_by_its_older_name
+from specbeam.doors.cli.env import env
 from specbeam.doors.cli.fuzz import fuzz
 from specbeam.doors.cli.generate import generate
 from specbeam.doors.cli.harness import AS_GIVEN, harness
@@ -64,23 +65,30 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def start(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
-) -> None:
-    """Print the version and exit if `--version` is given; otherwise prepare the process for a command."""
-    if version:
+def print_version(is_asked: bool) -> bool:
+    """Print the version and exit, if `--version` is given."""
+    if is_asked:
         from specbeam import __version__
 
         print(__version__)
         raise typer.Exit
+    return is_asked
+
+
+Version = Annotated[
+    bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the version and exit.")
+]
+
+
+@app.callback()
+def start(context: typer.Context, version: Version = False) -> None:
+    """Prepare the process for a command."""
     from specbeam.doors.cli.compiling import showing_compilation
 
     context.with_resource(showing_compilation())
 
 
-for command in (generate, batch, transcribe, methods, inspect, serve, chat, tune, demo):
+for command in (generate, batch, transcribe, methods, inspect, serve, chat, tune, demo, env):
     add_command(app, command)
 
 checks = typer.Typer(no_args_is_help=True, help="Check and score outputs of decoding methods.")

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbeam.core.names import hint
 from specbeam.doors.options.generation_config import contradiction, read
 from specbeam.doors.options.settings import Settings
-from specbeam.doors.options.table import config_names, hint, warper_names
+from specbeam.doors.options.table import config_names, warper_names
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.source import Source
 from specbeam.errors import BadSetting, NotSupported

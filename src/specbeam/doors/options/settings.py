@@ -9,6 +9,7 @@ from specbeam.core.constraint import Constrained, Constraint, Form
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.core.laws.warp import Warp, truncation_of
 from specbeam.core.limits import Decode, Limits
+from specbeam.core.names import hint
 from specbeam.doors.inputs import token_lists
 from specbeam.doors.options.checks import FORMS, as_list, as_texts, check_forms, require
 from specbeam.doors.options.generation_config import read
@@ -20,7 +21,7 @@ from specbeam.doors.options.processors import (
     warpers_of,
     watermark_of,
 )
-from specbeam.doors.options.table import OPTIONS, aliases, config_names, hint, warper_names
+from specbeam.doors.options.table import OPTIONS, aliases, config_names, warper_names
 from specbeam.errors import BadPrompt, BadSetting, NotSupported
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ A program can add options with `add_option` before it imports the command line o
 logits processor (`GenerationOption.make`).
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -477,26 +476,6 @@ def config_names() -> tuple[str, ...]:
 def row_names() -> tuple[str, ...]:
     """Return the options that a row of a job may set."""
     return tuple(name for name, option in OPTIONS.items() if option.of_rows)
-
-
-def nearest(name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None) -> str:
-    """Return the known name most similar to an unknown one; "" if none is similar.
-
-    Args:
-        aliases: known names by their names in other libraries.
-    """
-    names = [*known]
-    meant = (aliases or {}).get(name, "")
-    if meant in names:
-        return meant
-    near = difflib.get_close_matches(name, names, 1)
-    return near[0] if near else ""
-
-
-def hint(name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None) -> str:
-    """Return " (did you mean ...?)" for a message about an unknown name, or ""; see `nearest`."""
-    meant = nearest(name, known, aliases)
-    return f" (did you mean {meant}?)" if meant else ""
 
 
 def aliases() -> dict[str, str]:

@@ -13,11 +13,12 @@ from specbeam.recipes.compose import ControllerName, DraftKind, controller_maker
 from specbeam.recipes.joint.beam_drafter import JointBeams
 from specbeam.recipes.joint.beam_rule import Bonus, JointRule, refuse_audit
 from specbeam.recipes.joint.paths import Prefix, Theta
-from specbeam.recipes.method import Method, RequestInfo, refuse_ignored, require_at_least_one
+from specbeam.recipes.method import Method, RequestInfo, recipe, refuse_ignored, require_at_least_one
 
 Draft = Literal["sample", "search"]
 
 
+@recipe
 def mtad(
     beams: int | None = None,
     depth: int | None = None,
@@ -62,6 +63,7 @@ def mtad(
     return _assisted("mtad", beams, depth, _growth(draft, replacement, beams, 1), rule, controller)
 
 
+@recipe
 def mjsd(
     chains: int = 2,
     beams: int | None = None,
@@ -97,6 +99,7 @@ def mjsd(
     return _assisted("mjsd", beams, depth, _growth(draft, replacement, beams, chains), rule, controller, width=8)
 
 
+@recipe
 def mmtad(
     beams: int | None = None,
     depth: int | None = None,

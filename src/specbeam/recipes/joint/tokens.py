@@ -14,11 +14,12 @@ from specbeam.recipes.joint.beam_rule import JointRule, OnOwnRows, refuse_audit
 from specbeam.recipes.joint.block_drafter import EveryBlock
 from specbeam.recipes.joint.block_rule import BlockMode, BlockRule
 from specbeam.recipes.joint.target_as_draft import TargetAsDraft
-from specbeam.recipes.method import Method, RequestInfo, refuse_ignored, require_at_least_one
+from specbeam.recipes.method import Method, RequestInfo, recipe, refuse_ignored, require_at_least_one
 
 BeamMode = Literal["beam_search", "beam_sample"]
 
 
+@recipe
 def mtjd(
     mode: BlockMode | BeamMode = "argmax",
     depth: int = 2,

@@ -1,0 +1,24 @@
+"""Unknown names, and the known ones that were probably meant."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+
+def nearest(name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None) -> str:
+    """Return the known name most similar to an unknown one; "" if none is similar.
+
+    Args:
+        aliases: known names by their names in other libraries.
+    """
+    names = [*known]
+    meant = (aliases or {}).get(name, "")
+    if meant in names:
+        return meant
+    near = difflib.get_close_matches(name, names, 1)
+    return near[0] if near else ""
+
+
+def hint(name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None) -> str:
+    """Return " (did you mean ...?)" for a message about an unknown name, or ""; see `nearest`."""
+    meant = nearest(name, known, aliases)
+    return f" (did you mean {meant}?)" if meant else ""

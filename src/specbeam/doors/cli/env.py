@@ -1,0 +1,99 @@
+"""The command `specbeam env`: the facts that a bug report needs."""
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+from specbeam.doors.cli.arguments import Record
+from specbeam.doors.cli.common import print_json
+from specbeam.doors.cli.options import Json
+
+PACKAGES = (
+    "torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "llvmlite", "triton", "typer", "fastapi",
+    "llguidance", "xgrammar", "ctranslate2",
+)  # fmt: skip
+OURS = ("SPECBEAM_", "NUMBA_", "OMP_", "MKL_", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME")
+SECRETS = ("KEY", "TOKEN", "SECRET")  # in names of variables whose values are not printed
+
+
+class EnvArguments(Record):
+    """Arguments of the command."""
+
+    json: Json = False
+
+
+def env(given: EnvArguments) -> int:
+    """Print versions, processor, memory and caches, to paste into a bug report."""
+    facts = {**_versions(), **_machine(), **_caches(), **_variables()}
+    if given.json:
+        print_json(facts)
+        return 0
+    width = max(map(len, facts))
+    for name, fact in facts.items():
+        print(f"{name:{width}}  {fact}")
+    return 0
+
+
+def _versions() -> dict[str, str]:
+    import specbeam
+
+    found = {"specbeam": f"{specbeam.__version__}, {Path(specbeam.__file__).parent}"}
+    found["python"] = f"{platform.python_version()} ({platform.python_implementation()})"
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _machine() -> dict[str, str]:
+    import torch
+
+    from specbeam.core import compiling
+    from specbeam.lab.bench.provenance import provenance
+
+    found = {"system": platform.platform(), "machine": provenance()["machine"]}
+    found["gpu"] = "none"
+    if torch.cuda.is_available():
+        found["gpu"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    found["compiled steps"] = "off: numba is missing, too old or disabled"
+    if compiling.AVAILABLE:
+        from specbeam.core.compiling.compiler import most_threads
+        from specbeam.core.compiling.processor import features, lanes
+
+        names = sorted(
+            name for name in features() if name.startswith(("avx", "amx", "neon", "dotprod", "i8mm", "bf16"))
+        )
+        found["compiled steps"] = f"on, {most_threads()} threads, {lanes(features())} numbers in a register"
+        found["features"] = " ".join(names)
+    return found
+
+
+def _caches() -> dict[str, str]:
+    from specbeam.core import compiling
+    from specbeam.core.caches.folders import cache_folder
+
+    folder = cache_folder("code")
+    if folder is None:
+        return {"caches": "no usable folder: each process compiles and measures again"}
+    found = {"caches": str(folder.parent)}
+    files = [path.stat().st_size for path in folder.glob("*.nbc")]
+    found["compiled code"] = f"{len(files)} forms, {sum(files) / 1e6:.0f} MB"
+    if compiling.AVAILABLE:
+        from specbeam.core.compiling.shipped import class_here
+
+        processors = class_here()
+        found["code of the wheel"] = "none for this processor" if processors is None else f"for {processors.name}"
+    return found
+
+
+def _variables() -> dict[str, str]:
+    """Return the environment variables that change what specbeam does."""
+    found = {}
+    for name in sorted(os.environ):
+        if name.startswith(OURS):
+            is_secret = any(word in name for word in SECRETS)
+            found[name] = "(set)" if is_secret else os.environ[name]
+    return found

@@ -1,0 +1,94 @@
+"""The options of the program itself, the help of each command, and what a bug report needs."""
+
+import json
+
+import pytest
+from typer.main import get_command
+
+import specbeam as sb
+from specbeam.doors.cli.main import app
+from specbeam.errors import BadSetting
+from tests.doors.cli.test_commands import shell, specbeam
+
+
+def commands(group, path=()):
+    """The paths of all commands and groups."""
+    yield path
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*path, name))
+
+
+@pytest.mark.parametrize("path", commands(get_command(app)), ids=" ".join)
+def test_every_command_has_help(path):
+    code, out, err = specbeam(*path, "--help")
+    assert code == 0
+    assert "Usage: " in out
+    assert not err
+
+
+def test_the_version_is_printed_without_a_command():
+    assert shell("--version") == (0, f"{sb.__version__}\n", "")
+
+
+def test_without_a_command_the_help_is_shown():
+    code, out, err = specbeam()
+    assert code in (0, 2)  # versions of click differ
+    assert "Usage: " in out + err
+
+
+def test_a_bug_report_gets_what_it_needs(monkeypatch):
+    monkeypatch.setenv("SPECBEAM_API_KEYS", "hidden-key")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    code, out, _ = specbeam("env", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["specbeam"].startswith(sb.__version__)
+    assert found["OMP_NUM_THREADS"] == "1"
+    assert found["SPECBEAM_API_KEYS"] == "(set)"
+    assert {"python", "torch", "transformers", "numba", "machine", "caches", "compiled steps"} <= found.keys()
+    code, lines, _ = specbeam("env")
+    assert code == 0
+    assert "hidden-key" not in lines
+    assert [line.split()[0] for line in lines.splitlines()][:3] == ["specbeam", "python", "torch"]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: sb.dsbd(num_beams=4), r"dsbd\(\) has no setting num_beams \(did you mean beams\?\); it has beams, "),
+        (lambda: sb.speculative_sampling(gamma=4), r"no setting gamma \(did you mean depth\?\)"),
+        (lambda: sb.beam_search(beem=4), r"no setting beem \(did you mean beams\?\)"),
+        (lambda: sb.greedy(beams=4), r"greedy\(\) has no setting beams; it has none"),
+    ],
+)
+def test_an_unknown_setting_of_a_method_is_named_with_the_meant_one(make, said):
+    with pytest.raises(BadSetting, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("dsdb", r"there is no method 'dsdb' \(did you mean dsbd\?\); choose one of greedy, "),
+        (sb.dsbd, r"the method is a recipe that was not called; write sb\.dsbd\(\)"),
+        (len, r"the method is a function that was not called"),
+        (4, r"the method is 4; give its name, or a method such as sb\.dsbd\(beams=4\)"),
+    ],
+)
+def test_what_is_no_method_is_said(method, said):
+    from specbeam.recipes.catalogue import resolve
+
+    with pytest.raises(BadSetting, match=said):
+        resolve(method)
+
+
+def test_a_name_that_the_package_lacks_can_be_suggested():
+    """Python appends "Did you mean: 'generate'?" to errors with a name and an object."""
+    with pytest.raises(AttributeError) as caught:
+        sb.generat  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("generat", sb)
+    assert "generate" in dir(sb)
+
+
+def test_a_method_shows_its_name_and_law():
+    assert repr(sb.dsbd(beams=2)) == "<dsbd: exact: beam sampling, 2 beams, without replacement>"
