@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo serve quick test test-all test-processors coverage lint first-text docs audit bench clean
+.PHONY: help demo serve quick test test-all test-processors coverage lint first-text wheel docs audit bench clean
 help:
 	@echo "make demo      install, then translate German sentences by sampling, beam sampling and DSBD"
 	@echo "make serve     install, then serve the bundled pair: OpenAI's API with beams, and a page that shows forests"
@@ -17,6 +17,7 @@ help:
 	@echo "make coverage  the tests, and how much of the source they run"
 	@echo "make lint      formatting, lint, types, hygiene of files"
 	@echo "make first-text  the list of what a first text needs, anew after a change of steps (a minute)"
+	@echo "make wheel     a wheel with machine code for usual processors, models and methods, in dist (ten minutes)"
 	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make audit     known weaknesses of what it depends on"
 	@echo "make bench     the figures of the README"
@@ -99,6 +100,13 @@ coverage: $(VENV)/dev
 lint: $(VENV)/dev
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files
 	@echo "Clean. Next: make test."
+
+wheel: $(VENV)/dev
+	@rm -rf src/specbeam/core/compiling/shipped
+	@OMP_NUM_THREADS=1 $(BIN)/python tools/ship_code.py
+	@$(BIN)/pip wheel -q --no-deps --wheel-dir dist .
+	@rm -rf src/specbeam/core/compiling/shipped
+	@echo "Built. Next: pip install dist/specbeam-*.whl."
 
 first-text: $(VENV)/dev
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/first_text.py

@@ -19,6 +19,7 @@ FLOORS = [
         "core.constraint",
         "core.errors",
         "core.garbage",
+        "core.names",
         "core.whole_files",
         "doors.energy",
         "doors.plain",
@@ -158,8 +159,8 @@ def figures():
     [
         ("entries at the top", 12),
         ("closure of decode.py, lines", 13_300),  # what the loop needs; at most 18,000
-        ("lines", 87_800),
-        ("syntax nodes", 617_900),
+        ("lines", 88_600),
+        ("syntax nodes", 623_000),
         ("syntax nodes per line of code", 10.5),
         ("functions with more than 8 parameters", 30),
         ("conditions inside conditions", 0),

@@ -13,7 +13,7 @@ import pickle
 import platform
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ from specbeam.core.compiling.claims import LOCKS, Claim, claimed, wait_patiently
 from specbeam.core.compiling.forms import count_form
 from specbeam.core.compiling.libraries import CachedLibrary
 from specbeam.core.compiling.registered import files_of
+from specbeam.core.compiling.shipped import Processors, compilers, magic, shipped
 from specbeam.core.garbage import rarely_collected
 
 LOG = logging.getLogger("specbeam.kernels")
@@ -65,7 +66,11 @@ def code_folder() -> Path | None:
 def compiled_by() -> tuple[Any, ...]:
     """Return the versions and settings on which machine code depends, except for the processor."""
     versions = (specbeam_version(), numba.__version__, llvmlite.__version__, numpy.__version__)
-    return (*versions, *_python(), *(getattr(config, name, None) for name in _SETTINGS))
+    return (*versions, *_python(), *_settings())
+
+
+def _settings() -> tuple[Any, ...]:
+    return tuple(getattr(config, name, None) for name in _SETTINGS)
 
 
 def specbeam_version() -> str:
@@ -218,7 +223,7 @@ class CodeCache(_Cache):
         count_form()
         target_context.refresh()
         place = self._place(sig, target_context.codegen())
-        loaded = _load(place, target_context)
+        loaded = _load(place, target_context) or self._load_shipped(sig, target_context)
         if loaded is None and self._claim(sig, place, wait_patiently):
             loaded = _load(place, target_context)  # another process may have saved it in the meantime
         if loaded is None:
@@ -234,8 +239,7 @@ class CodeCache(_Cache):
         place = self._place(sig, data.codegen)
         is_whole = not data.library.has_dynamic_globals and all(one.can_cache for one in data.lifted)
         if place is not None and is_whole:
-            (state, *others) = data._reduce()
-            save_sealed(*place, dumps((data.library.with_names(state), *others)))
+            save_sealed(*place, content_of(data))
             clean(place.path.parent)
         self.give_up(sig)
         LOG.info("compiled %s", self._py_func.__qualname__)
@@ -249,7 +253,8 @@ class CodeCache(_Cache):
     def keeps(self, sig: Any, target_context: Any) -> bool:
         """Return whether this form of the function is on disk."""
         place = self._place(sig, target_context.codegen())
-        return place is not None and place.path.exists()
+        is_kept = place is not None and place.path.exists()
+        return is_kept or self._shipped(sig, target_context.codegen()) is not None
 
     def claim(self, sig: Any, target_context: Any) -> bool:
         """Claim a form to compile it. Returns False if another process is compiling it."""
@@ -276,16 +281,42 @@ class CodeCache(_Cache):
         folder = code_folder()
         if folder is None:
             return None
-        key = repr((compiled_by(), self._key(sig, codegen)))
-        return _Place(folder / f"{self._name()}-{sha256(key.encode()).hexdigest()[:32]}.nbc", key)
+        key = repr((compiled_by(), self._key(sig, codegen.magic_tuple())))
+        return _Place(folder / self._file(key), key)
+
+    def shipped_place(self, sig: Any, codegen: Any, processors: Processors) -> tuple[str, str]:
+        """Return the name and the key of a form's file in the code of a wheel."""
+        key = repr((compilers(), _settings(), self._key(sig, magic(codegen, processors))))
+        return self._file(key), key
+
+    def _shipped(self, sig: Any, codegen: Any) -> bytes | None:
+        """Return the content of this form in the code of a wheel; None if it has none."""
+        if not self._is_enabled or not self._sources:
+            return None
+        return shipped(partial(self.shipped_place, sig, codegen))
+
+    def _load_shipped(self, sig: Any, target_context: Any) -> Any:
+        """Return this form from the code of a wheel; None if it has none that can be loaded."""
+        content = self._shipped(sig, target_context.codegen())
+        if content is None:
+            return None
+        try:
+            return _rebuilt(content, target_context)
+        except Exception as error:  # libraries raise all kinds of errors for unexpected content
+            LOG.info("the shipped code of %s cannot be loaded: %s", self._py_func.__qualname__, error)
+            return None
+
+    def _file(self, key: str) -> str:
+        """Return the name of the file of the form with this key."""
+        return f"{self._name()}-{sha256(key.encode()).hexdigest()[:32]}.nbc"
 
     def _name(self) -> str:
         """Return the name of the function, the prefix of its file names."""
         (*_, module) = self._py_func.__module__.split(".")
         return re.sub(r"[^\w.]", "", f"{module}.{self._py_func.__qualname__}")[:100]
 
-    def _key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
-        """Return the key of a form: its sources, types, processor and closure.
+    def _key(self, sig: Any, processor: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the key of a form: its sources, types, processor (numba's magic tuple) and closure.
 
         The key includes the field names of records, because numba identifies them only by class name and field types.
         """
@@ -294,8 +325,8 @@ class CodeCache(_Cache):
         around = tuple(cell.cell_contents for cell in function.__closure__ or ())
         names = (function.__module__, function.__qualname__, code.co_firstlineno, self._sources)
         hashes = (sha256(code.co_code).hexdigest(), sha256(dumps(around)).hexdigest() if around else "")
-        inside = self._called and self._called._key(sig, codegen)
-        return (*names, *hashes, sig, *_records(sig), codegen.magic_tuple(), inside)
+        inside = self._called and self._called._key(sig, processor)
+        return (*names, *hashes, sig, *_records(sig), processor, inside)
 
 
 def _load(place: _Place | None, target_context: Any) -> Any:
@@ -306,10 +337,21 @@ def _load(place: _Place | None, target_context: Any) -> Any:
     if content is None:
         return None
     try:
-        return CompileResult._rebuild(target_context, *pickle.loads(content))
+        return _rebuilt(content, target_context)
     except Exception as error:  # libraries raise all kinds of errors for unexpected content
         discard(place.path, f"it cannot be loaded ({type(error).__name__}: {error})")
         return None
+
+
+def content_of(data: Any) -> bytes:
+    """Return the content with which numba's result of a compilation is saved."""
+    (state, *others) = data._reduce()
+    return dumps((data.library.with_names(state), *others))
+
+
+def _rebuilt(content: bytes, target_context: Any) -> Any:
+    """Return the form that was saved as this content."""
+    return CompileResult._rebuild(target_context, *pickle.loads(content))
 
 
 def compile_in_turn(function: Any) -> None:

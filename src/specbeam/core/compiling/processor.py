@@ -3,6 +3,7 @@
 numba compiles for the current processor, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name another one.
 """
 
+from collections.abc import Collection
 from functools import cache
 
 from llvmlite import binding
@@ -34,6 +35,18 @@ def features() -> frozenset[str]:
     if "avx512f" in names:
         names.add("avx2")
     return frozenset(names)
+
+
+def lanes(names: Collection[str]) -> int:
+    """Return the number of 4-byte numbers in a register of processors with these features."""
+    if "avx512f" in names:
+        return 16
+    return 8 if "avx2" in names else 4
+
+
+def dots_bytes(names: Collection[str]) -> bool:
+    """Return whether one instruction multiplies four pairs of bytes in each lane and adds the products."""
+    return {16: "avx512vnni", 8: "avxvnni"}.get(lanes(names)) in names
 
 
 def _assembly(name: str, stated: str) -> str:

@@ -27,18 +27,13 @@ if compiling.AVAILABLE:
     from numba import types
     from numba.extending import intrinsic
 
-    from specbeam.core.compiling.processor import features
+    from specbeam.core.compiling.processor import dots_bytes, features, lanes
     from specbeam.engines.cpu.llvm import FLOAT, WORD
 
     HALF_WORD = ir.IntType(16)
-    LANES = 4  # 4-byte numbers in a register
-    if "avx512f" in features():
-        LANES = 16
-    elif "avx2" in features():
-        LANES = 8
+    LANES = lanes(features())  # 4-byte numbers in a register
     MOST = 6 if LANES == 8 else 12  # maximum number of rows at a time, whose sums fit in the registers
-    # Whether one instruction multiplies four pairs of bytes in each lane and adds up the products.
-    DOTS_BYTES = {16: "avx512vnni", 8: "avxvnni"}.get(LANES) in features()
+    DOTS_BYTES = dots_bytes(features())
 else:
     LANES = 16
     MOST = 12

@@ -1,0 +1,196 @@
+"""Compile the code that a wheel brings along: `make wheel`, or `python tools/ship_code.py` for the archives alone.
+
+Decodes with usual models and methods, once for each class of processors whose code this processor runs, and writes a file
+for each (src/specbeam/core/compiling/shipped). That takes some minutes for a class.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+from specbeam.core.compiling.processor import features
+from specbeam.core.compiling.shipped import CLASSES, Processors
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "eos_token_id": 1}
+FAMILIES = {
+    "llama": SIZES,
+    "qwen2": SIZES,
+    "qwen3": SIZES | {"head_dim": 16},
+    "mistral": SIZES | {"sliding_window": 8},
+    "gpt2": GPT2,
+}
+READING = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "decoder_start_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "bos_token_id": 0,
+}
+T5 = {
+    "d_model": 64,
+    "d_ff": 64,
+    "d_kv": 16,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 64,
+    "decoder_start_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+READERS = {"marian": READING, "t5": T5}
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9], [10, 11]]
+SENTENCES = ["Die Katze schläft.", "Wo ist mein Hut?", "Guten Morgen!"]
+
+
+def main() -> int:
+    """Compile the code of all classes of processors that this one runs, or of a single one in this process."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--only", help="compile for this class, for which numba is set up")
+    only = arguments.parse_args().only
+    classes = {one.name: one for one in CLASSES}
+    if only is not None:
+        compile_for(classes[only])
+        return 0
+    for one in CLASSES:
+        if one.needs <= features() and one.machines[0] == os.uname().machine:
+            with tempfile.TemporaryDirectory(prefix="specbeam-code-") as caches:
+                began = time.perf_counter()
+                subprocess.run([sys.executable, __file__, "--only", one.name], check=True, env=environment(one, caches))
+                size = one.archive.stat().st_size / 1e6
+                print(f"{one.archive}: {size:.1f} MB, {time.perf_counter() - began:.0f} s", flush=True)
+        else:
+            print(f"{one.name}: this processor does not run its code, which is left out", flush=True)
+    return 0
+
+
+def environment(processors: Processors, caches: str) -> dict[str, str]:
+    """Return the environment of a process that compiles for a class of processors."""
+    return {
+        **os.environ,
+        "NUMBA_CPU_NAME": processors.name,
+        "NUMBA_CPU_FEATURES": processors.more,
+        "NUMBA_CACHE_DIR": caches,
+        "SPECBEAM_CACHE": caches,
+        "SPECBEAM_COMPILERS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def compile_for(processors: Processors) -> None:
+    """Decode usual texts, and write all code that this compiles to the archive of a class of processors."""
+    from specbeam.core.caches.files import digest_of
+    from specbeam.core.compiling.code_cache import CodeCache, content_of
+
+    found: dict[str, bytes] = {}
+    save = CodeCache.save_overload
+
+    def save_and_keep(cache: CodeCache, sig: Any, data: Any) -> None:
+        (name, key) = cache.shipped_place(sig, data.codegen, processors)
+        content = content_of(data)
+        found[name] = digest_of(key, content) + b"\n" + content
+        save(cache, sig, data)
+
+    CodeCache.save_overload = save_and_keep  # type: ignore[method-assign]
+    for text in texts():
+        print(f"  {text}: {len(found)} forms", flush=True)
+    processors.archive.parent.mkdir(exist_ok=True)
+    with zipfile.ZipFile(processors.archive, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(found):
+            archive.writestr(zipfile.ZipInfo(name), found[name], zipfile.ZIP_DEFLATED)
+
+
+def texts() -> Iterator[str]:
+    """Decode usual texts; yield what was decoded."""
+    import specbeam as sb
+
+    bundled = sb.load("bundled")
+    for method in methods():
+        draws = method.name not in ("greedy", "beam_search", "speculative_beam_search")
+        for options in ({}, {"top_k": 10, "top_p": 0.9}) if draws else ({},):
+            for sentences in (SENTENCES[:1], SENTENCES):
+                sb.generate(bundled, sentences, method, max_new_tokens=12, batch_size=3, seed=1, **options)
+        yield f"bundled pair, {method.name}"
+    for kind, sizes in FAMILIES.items():
+        for settings in ({}, {"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "bfloat16"}):
+            decode_all(model_of(kind, sizes, settings), kind, settings)
+            yield f"{kind}, {settings}"
+    for kind, sizes in READERS.items():
+        decode_all(reader_of(kind, sizes), kind, {})
+        yield kind
+
+
+def methods() -> list[Any]:
+    """Return the usual methods."""
+    import specbeam as sb
+
+    return [
+        sb.dsbd(),
+        sb.dsbd(width="dynamic"),
+        sb.beam_sampling(4),
+        sb.beam_search(4),
+        sb.speculative_beam_search(4),
+        sb.greedy(),
+        sb.sampling(),
+        sb.speculative_sampling(),
+        sb.prompt_lookup(),
+    ]
+
+
+def model_of(kind: str, sizes: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """Return a small random model, in the type of the settings."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
+    return model.to(torch.bfloat16) if "dtype" in settings else model
+
+
+def reader_of(kind: str, sizes: dict[str, Any]) -> Any:
+    """Return a small random model that reads sources."""
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
+
+
+def decode_all(model: Any, kind: str, settings: dict[str, Any]) -> None:
+    """Decode with a model that drafts for itself, one prompt and several."""
+    import specbeam as sb
+
+    loading = {name: value for name, value in settings.items() if name != "dtype"}
+    pair = sb.load(model, None if "quantize" in loading else "int8", tokenizer=False, **loading)
+    for method in (sb.greedy(), sb.beam_search(4), sb.dsbd(), sb.speculative_sampling()):
+        if pair.draft is None and method.name in ("dsbd", "speculative_sampling"):
+            continue
+        for prompts in (PROMPTS[:1], PROMPTS):
+            sb.generate(pair, prompts, method, max_new_tokens=8, batch_size=3, seed=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
