@@ -32,7 +32,7 @@ from specbeam.core.caches.files import clean, discard, read_sealed, save_sealed
 from specbeam.core.caches.folders import cache_folder
 from specbeam.core.compiling import ahead
 from specbeam.core.compiling.claims import LOCKS, Claim, claimed, wait_patiently
-from specbeam.core.compiling.forms import count_form
+from specbeam.core.compiling.forms import count_form, tell
 from specbeam.core.compiling.libraries import CachedLibrary
 from specbeam.core.compiling.registered import files_of
 from specbeam.core.compiling.shipped import Processors, compilers, magic, shipped
@@ -228,6 +228,7 @@ class CodeCache(_Cache):
             loaded = _load(place, target_context)  # another process may have saved it in the meantime
         if loaded is None:
             LOG.info("compiling %s", self._py_func.__qualname__)
+            tell(begins=True)
             if sig in self._claims:  # locks work here, so other processes can share files
                 ahead.begin(self._py_func)
         else:
@@ -243,6 +244,7 @@ class CodeCache(_Cache):
             clean(place.path.parent)
         self.give_up(sig)
         LOG.info("compiled %s", self._py_func.__qualname__)
+        tell(begins=False)
 
     def give_up(self, sig: Any) -> None:
         """Release this process's claim on a form, if any."""

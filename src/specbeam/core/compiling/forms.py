@@ -1,9 +1,12 @@
-"""A counter of the forms of steps that this process has compiled or loaded: timings that include one do not count."""
+"""The forms of steps that this process compiles or loads: their number, and who is told when one is compiled."""
 
+from collections.abc import Callable
 from threading import Lock
 
+Listener = Callable[[bool], None]  # is called with True when a compilation begins, and with False when it ends
 _LOCK = Lock()
 _MADE = 0
+_LISTENERS: list[Listener] = []
 
 
 def count_form() -> None:
@@ -14,5 +17,16 @@ def count_form() -> None:
 
 
 def forms_made() -> int:
-    """Return the number of forms compiled or loaded so far."""
+    """Return the number of forms compiled or loaded so far; timings that include one do not count."""
     return _MADE
+
+
+def listen(listener: Listener) -> None:
+    """Tell a listener of each compilation. Compiling a form compiles the forms that it calls."""
+    _LISTENERS.append(listener)
+
+
+def tell(begins: bool) -> None:
+    """Tell all listeners that the compilation of a form begins or ends."""
+    for listener in _LISTENERS:
+        listener(begins)

@@ -81,11 +81,11 @@ Version = Annotated[
 
 
 @app.callback()
-def start(context: typer.Context, version: Version = False) -> None:
+def start(version: Version = False) -> None:
     """Prepare the process for a command."""
-    from specbeam.doors.cli.compiling import showing_compilation
+    from specbeam.doors.progress import show_compilation
 
-    context.with_resource(showing_compilation())
+    show_compilation()
 
 
 for command in (generate, batch, transcribe, methods, inspect, serve, chat, tune, demo, env):

@@ -1,0 +1,77 @@
+"""A bar in terminals and notebooks while steps are compiled, once per machine."""
+
+import os
+from functools import cache
+from threading import RLock
+from typing import Any
+
+from specbeam.errors import BadSetting
+
+VARIABLE = "SPECBEAM_PROGRESS"  # "off": no bars
+_LOCK = RLock()
+_SHOWN: list["CompilationBar"] = []  # at most one
+
+
+class CompilationBar:
+    """A bar that shows how many of the steps of a first text are compiled or loaded, and the time left.
+
+    Steps of further models and methods have no known number: they are counted.
+    """
+
+    def __init__(self, console: Any) -> None:
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=console, transient=True)
+        self.task = self.progress.add_task("", total=None)
+        self.under_way = 0  # compiling a step compiles those that it calls
+
+    def note(self, begins: bool) -> None:
+        """Note that the compilation of a step begins or ends, and show or hide the bar."""
+        self.under_way = max(self.under_way + (1 if begins else -1), 0)
+        if self.under_way == 0:
+            self.progress.stop()
+            return
+        done, total = _steps()
+        text = "Compiling for this processor, once: "
+        text += f"{done} steps so far" if total is None else f"{done} of {total} steps"
+        self.progress.update(self.task, description=text, completed=done, total=total)
+        self.progress.start()
+
+
+def _steps() -> tuple[int, int | None]:
+    """Return the number of steps that this process has, and the number that a first text needs; None if it has as many."""
+    from specbeam.core.compiling.forms import forms_made
+
+    done = forms_made()
+    return done, _of_first_text() if done < _of_first_text() else None
+
+
+@cache
+def _of_first_text() -> int:
+    """Return the number of steps that a first text needs."""
+    from specbeam.core.compiling.form_list import PLACE
+
+    lines = PLACE.read_text().splitlines() if PLACE.exists() else []
+    return sum(line.startswith(('["step"', '["entry"')) for line in lines)
+
+
+def show_compilation() -> None:
+    """Show a bar whenever steps are compiled, if standard error is a terminal or this is a notebook; once per process.
+
+    Raises `BadSetting` if `SPECBEAM_PROGRESS` is neither "off" nor unset.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "off"):
+        raise BadSetting(f"{VARIABLE} is {asked!r}; it must be 'off', or unset")
+    with _LOCK:
+        if _SHOWN or asked == "off":
+            return
+        from rich.console import Console
+
+        from specbeam.core.compiling.forms import listen
+
+        console = Console(stderr=True)
+        if console.is_terminal or console.is_jupyter:
+            _SHOWN.append(CompilationBar(console))
+            listen(_SHOWN[0].note)

@@ -1,0 +1,95 @@
+"""What a terminal shows while steps are compiled."""
+
+import io
+import os
+import pty
+import subprocess
+import sys
+import time
+
+import pytest
+import rich.console
+
+from specbeam.core.compiling import forms
+from specbeam.doors import progress
+from specbeam.errors import BadSetting
+from tests.support.steps import needs_numba
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A terminal in place of standard error: what was written to it."""
+    written = io.StringIO()
+    real = rich.console.Console
+    monkeypatch.setattr(rich.console, "Console", lambda stderr: real(file=written, force_terminal=True, width=100))
+    monkeypatch.setattr(progress, "_SHOWN", [])
+    monkeypatch.setattr(forms, "_LISTENERS", [])
+    return written
+
+
+@pytest.mark.parametrize(("made", "said"), [(7, "7 of 40 steps"), (41, "41 steps so far")])
+def test_steps_are_counted_while_they_are_compiled(terminal, monkeypatch, made, said):
+    monkeypatch.setattr(forms, "_MADE", made)
+    monkeypatch.setattr(progress, "_of_first_text", lambda: 40)
+    progress.show_compilation()
+    forms.tell(begins=True)
+    forms.tell(begins=True)  # a step that the first one calls
+    forms.tell(begins=False)
+    time.sleep(0.3)  # it is drawn a dozen times a second
+    during = terminal.getvalue()
+    forms.tell(begins=False)
+    assert f"Compiling for this processor, once: {said}" in during
+    assert "\x1b[2K" in terminal.getvalue()[len(during) :]  # the line is taken away again
+
+
+def test_a_process_has_one_bar(terminal):
+    progress.show_compilation()
+    progress.show_compilation()
+    assert len(forms._LISTENERS) == 1
+
+
+def test_nothing_is_shown_where_nothing_is_compiled(terminal):
+    progress.show_compilation()
+    assert terminal.getvalue() == ""
+
+
+def test_it_can_be_turned_off(terminal, monkeypatch):
+    monkeypatch.setenv("SPECBEAM_PROGRESS", "off")
+    progress.show_compilation()
+    assert not forms._LISTENERS
+    monkeypatch.setenv("SPECBEAM_PROGRESS", "no")
+    with pytest.raises(BadSetting, match="SPECBEAM_PROGRESS is 'no'; it must be 'off', or unset"):
+        progress.show_compilation()
+
+
+PROGRAM = """
+import logging; logging.basicConfig(level=logging.WARNING)
+from specbeam.core.compiling.compiler import compiled
+from specbeam.doors.progress import show_compilation
+import numba
+show_compilation()
+def thrice(number): return 3 * number
+step = compiled(thrice)
+step._cache.disable()
+import time
+tell = __import__("specbeam.core.compiling.forms", fromlist=["tell"]).tell
+tell(begins=True)
+step.compile((numba.types.int64,))
+time.sleep(0.4)
+tell(begins=False)
+"""
+
+
+@needs_numba
+@pytest.mark.parametrize("has_terminal", [True, False])
+def test_a_script_shows_it_on_a_terminal_only(has_terminal):
+    """Messages of the log of compilations do not appear, whatever the script logs."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "COLUMNS": "100"}
+    ours, theirs = pty.openpty()
+    stderr = theirs if has_terminal else subprocess.PIPE
+    done = subprocess.run([sys.executable, "-c", PROGRAM], stderr=stderr, check=True, env=environment)
+    os.close(theirs)
+    written = os.read(ours, 65_536) if has_terminal else done.stderr
+    os.close(ours)
+    assert (b"Compiling for this processor, once" in written) == has_terminal
+    assert b"compiling thrice" not in written
