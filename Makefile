@@ -102,10 +102,10 @@ lint: $(VENV)/dev
 	@echo "Clean. Next: make test."
 
 wheel: $(VENV)/dev
-	@rm -rf src/specbeam/core/compiling/shipped
+	@rm -rf src/specbeam/core/compiling/shipped_code
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/ship_code.py
 	@$(BIN)/pip wheel -q --no-deps --wheel-dir dist .
-	@rm -rf src/specbeam/core/compiling/shipped
+	@rm -rf src/specbeam/core/compiling/shipped_code
 	@echo "Built. Next: pip install dist/specbeam-*.whl."
 
 first-text: $(VENV)/dev

@@ -40,14 +40,14 @@ FLOORS = [
         "models.sublayers",
     },
     {"core.compiling", "core.measure", "doors.chats", "doors.places", "engines.eligibility"},
-    {"core.steps", "doors.inputs", "doors.prompts", "models.skip_search"},
+    {"core.steps", "doors.inputs", "doors.progress", "doors.prompts", "models.skip_search"},
     {"core.callbacks", "core.cycles", "core.dice", "core.noise", "core.ranked"},
     {"core.forest", "core.passes"},
     {"core.beams", "models.made_up"},
     {"core.laws", "core.limits"},
     {"core.audit", "doors.options"},
     {"core.records", "doors.grammar"},
-    {"core.answers", "core.session", "doors.growing_text", "doors.render"},
+    {"core.answers", "core.session", "doors.growing_text", "doors.render", "doors.tables"},
     {"core.control", "core.lm", "engines.kv"},
     {"core.draft", "engines.torch", "models.table"},
     {"core.verify", "engines.cpu"},
@@ -158,7 +158,7 @@ def figures():
     ("figure", "most"),
     [
         ("entries at the top", 12),
-        ("closure of decode.py, lines", 13_300),  # what the loop needs; at most 18,000
+        ("closure of decode.py, lines", 13_350),  # what the loop needs; at most 18,000
         ("lines", 88_600),
         ("syntax nodes", 623_000),
         ("syntax nodes per line of code", 10.5),

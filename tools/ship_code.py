@@ -1,7 +1,7 @@
 """Compile the code that a wheel brings along: `make wheel`, or `python tools/ship_code.py` for the archives alone.
 
 Decodes with usual models and methods, once for each class of processors whose code this processor runs, and writes a file
-for each (src/specbeam/core/compiling/shipped). That takes some minutes for a class.
+for each (src/specbeam/core/compiling/shipped_code). That takes some minutes for a class.
 """
 
 import argparse

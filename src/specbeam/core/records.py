@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -305,10 +306,24 @@ class Report:
         default_factory=list
     )  # texts at the end beyond `Generation.beams`, in the same order
 
+    @property
+    def tokens_per_pass(self) -> float:
+        """The number of new tokens per pass of the target; NaN without a pass."""
+        return self.tokens / self.target_passes if self.target_passes else math.nan
 
-@dataclass(frozen=True)
+    @property
+    def acceptance(self) -> float:
+        """The share of the layers of the text (with one beam: of its tokens) that came from drafts; NaN without layers."""
+        return self.accepted / len(self.widths) if self.widths else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, and the figures made of them; nested records are dictionaries, too."""
+        return asdict(self) | {"tokens_per_pass": self.tokens_per_pass, "acceptance": self.acceptance}
+
+
+@dataclass(frozen=True, repr=False)
 class Generation:
-    """The answer to one prompt."""
+    """The answer to one prompt. A notebook shows its beams as a table."""
 
     text: str
     tokens: list[int]  # new ones only
@@ -317,3 +332,21 @@ class Generation:
     beams: list[Beam]
     report: Report
     prompt: list[int]
+
+    def __repr__(self) -> str:
+        beams = f", {len(self.beams)} beams" if len(self.beams) > 1 else ""
+        report = self.report
+        return (
+            f"<Generation {self.text!r}{beams}, {report.tokens} tokens in {report.target_passes} passes; {report.law}>"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return text, tokens, beams, report and prompt as dictionaries and lists."""
+        return asdict(self) | {"report": self.report.to_dict()}
+
+    def _repr_html_(self) -> str:
+        """Return a table of the beams with their scores, and a line of the report, for notebooks."""
+        rows = [f"<tr><td>{one.score:.3f}</td><td>{escape(one.text)}</td></tr>" for one in self.beams]
+        report = self.report
+        cost = f"{report.tokens} tokens in {report.target_passes} passes, {report.seconds:.2f} s; {escape(report.law)}"
+        return f"<table><tr><th>score</th><th>text</th></tr>{''.join(rows)}</table><p>{cost}</p>"

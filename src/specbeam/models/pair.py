@@ -10,6 +10,7 @@ import torch
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.garbage import rarely_collected
 from specbeam.core.lm import LM
+from specbeam.doors.progress import show_compilation
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.models.encoder_decoder import EncoderDecoderLM
@@ -56,6 +57,10 @@ class Pair:
     target: HuggingFaceLM | MemoryLM = field(repr=False)  # scores forests with `target_model`; with memory see `hmt`
     draft: LM | None = field(repr=False)  # scores forests with `draft_model` or a head
 
+    def __repr__(self) -> str:
+        draft = "no draft" if self.draft is None else f"the draft {_said(self.draft)}"
+        return f"<Pair of the target {_said(self.target)} and {draft}>"
+
     @property
     def eos(self) -> tuple[int, ...]:
         """The end tokens from the target's generation config, or else from the tokenizer."""
@@ -96,6 +101,15 @@ class Pair:
         models = [lm for lm in (self.target, self.draft, *further) if lm is not None]
         limits = [lm.max_positions for lm in models if lm.max_positions is not None]
         return min(limits) - prompt_tokens if limits else None
+
+
+def _said(lm: Any) -> str:
+    """Return the class, the size and the engine of a model, as far as they are known."""
+    name = type(lm.model).__name__ if hasattr(lm, "model") else type(lm).__name__
+    facts = []
+    if isinstance(lm, HuggingFaceLM):
+        facts = [f"{lm.weights / 1e6:,.1f} M weights", f"engine {lm.engine!r}"]
+    return f"{name} ({', '.join(facts)})" if facts else name
 
 
 @rarely_collected()
@@ -192,6 +206,7 @@ def load(
         NotSupported: a package is missing, `engine` cannot run the model, the model cannot be rounded in this way, or its
             files hold weights that were rounded in a way that cannot be read.
     """
+    show_compilation()
     if isinstance(target, str) and target == "bundled":
         target = BUNDLED / "target"
         draft = draft or BUNDLED / "draft"

@@ -19,7 +19,7 @@ from specbeam.core.caches.files import digest_of
 from specbeam.core.caches.folders import warn_once
 from specbeam.core.compiling.processor import dots_bytes, features, lanes
 
-FOLDER = Path(__file__).with_name("shipped")  # in wheels only
+FOLDER = Path(__file__).with_name("shipped_code")  # in wheels only; no folder may have the name of a module
 
 
 class Processors(NamedTuple):

@@ -1,0 +1,70 @@
+"""Records that people read: short representations, dictionaries, tables for notebooks and pandas."""
+
+import json
+import math
+import sys
+
+import pytest
+
+import specbeam as sb
+from specbeam.core.records import Beam, Generation, Report
+from specbeam.errors import NotSupported
+from tests.support.loops import PROMPTS, pair
+
+__all__ = ["pair"]  # a fixture
+
+
+@pytest.fixture
+def answer():
+    report = Report(
+        "exact: a law", tokens=6, target_passes=3, draft_passes=4, accepted=2, widths=[2, 2, 2, 1], seconds=0.5
+    )
+    beams = [Beam([4, 5], -0.25, "one <b> & two"), Beam([4, 6], -1.5, "other", finished=False)]
+    return Generation("one <b> & two", [4, 5], beams, report, [1, 2])
+
+
+def test_figures_are_made_of_the_report(answer):
+    assert answer.report.tokens_per_pass == 2.0
+    assert answer.report.acceptance == 0.5
+    empty = Report("exact: a law")
+    assert math.isnan(empty.tokens_per_pass)
+    assert math.isnan(empty.acceptance)
+
+
+def test_dictionaries_go_through_json(answer):
+    found = json.loads(json.dumps(answer.to_dict()))
+    assert found["beams"][1] == {"tokens": [4, 6], "score": -1.5, "text": "other", "finished": False}
+    assert found["report"]["tokens_per_pass"] == 2.0
+    assert found["report"]["rows"]["scored"] == 0
+
+
+def test_representations_are_short(answer, pair):
+    assert repr(answer) == "<Generation 'one <b> & two', 2 beams, 6 tokens in 3 passes; exact: a law>"
+    assert len(repr(pair)) < 300
+    assert "ForCausalLM" in repr(pair)
+    assert "no draft" in repr(sb.load(pair.target_model, tokenizer=False))
+
+
+def test_a_notebook_shows_beams_as_text(answer):
+    page = answer._repr_html_()
+    assert "<td>one &lt;b&gt; &amp; two</td>" in page
+    assert "<td>-1.500</td>" in page
+    assert "6 tokens in 3 passes" in page
+
+
+def test_answers_become_tables(answer, pair):
+    pytest.importorskip("pandas")
+    rows = sb.to_pandas([answer, answer])
+    assert rows["prompt"].tolist() == [0, 1]
+    assert rows.loc[0, "text"] == "one <b> & two"
+    assert rows.loc[0, "acceptance"] == 0.5
+    assert sb.to_pandas(answer, beams=True)["beam"].tolist() == [0, 1]
+    assert list(sb.to_pandas([]).columns)[:3] == ["prompt", "text", "tokens"]
+    outs = sb.generate(pair, PROMPTS, sb.dsbd(3, 4, 2), max_new_tokens=6, seed=1)
+    assert sb.to_pandas(outs)["tokens"].tolist() == [len(out.beams[0].tokens) for out in outs]
+
+
+def test_without_pandas_a_sentence_says_what_to_install(answer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(NotSupported, match=r"to_pandas needs pandas: pip install 'specbeam\[pandas\]'"):
+        sb.to_pandas(answer)
