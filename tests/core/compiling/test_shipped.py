@@ -108,3 +108,8 @@ def test_the_first_class_that_fits_is_taken():
     for number, one in enumerate(CLASSES):
         for later in CLASSES[number + 1 :]:
             assert one.machines != later.machines or one.needs > later.needs
+
+
+def test_no_module_has_the_name_of_the_folder():
+    """It would be taken for a package, and the digest of all sources would change with the folder."""
+    assert not shipped.FOLDER.with_suffix(".py").exists()

@@ -1,7 +1,9 @@
 """The command line. Each command is a file that reads arguments, calls one public function and prints the result."""
 
+import logging
 import os
 import sys
+import warnings
 from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
@@ -60,7 +62,6 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     help="Generate text with language models and speculative beam decoding. To begin: specbeam demo.",
 )
 
@@ -81,10 +82,23 @@ Version = Annotated[
 
 
 @app.callback()
-def start(version: Version = False) -> None:
+def start(
+    context: typer.Context,
+    version: Version = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens on standard error.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress and no warnings.")] = False,
+) -> None:
     """Prepare the process for a command."""
-    from specbeam.doors.progress import show_compilation
+    from specbeam.doors.cli.defaults import read_defaults
+    from specbeam.doors.progress import VARIABLE, show_compilation
 
+    context.default_map = read_defaults(context.command)
+    if verbose:
+        logging.basicConfig(format="%(name)s: %(message)s")
+        logging.getLogger("specbeam").setLevel(logging.INFO)
+    if quiet:
+        os.environ[VARIABLE] = "off"
+        warnings.simplefilter("ignore")
     show_compilation()
 
 

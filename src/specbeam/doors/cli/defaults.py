@@ -1,0 +1,85 @@
+"""Defaults of commands from the user's file: specbeam.toml in the folder of configurations, or what SPECBEAM_CONFIG names.
+
+    [generate]
+    model = "bundled"
+    temperature = 0.7
+
+    [bench.speed]
+    threads = 1
+
+A table has the name of a command, and its keys are the command's options, with `-` or `_` between words.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_config_path
+
+from specbeam.core.names import hint
+from specbeam.errors import BadSetting, MissingFile
+
+VARIABLE = "SPECBEAM_CONFIG"
+
+
+def place_of_defaults() -> Path:
+    """Return the path of the user's file, which need not exist unless `SPECBEAM_CONFIG` names it."""
+    named = os.environ.get(VARIABLE, "")
+    return Path(named) if named else user_config_path() / "specbeam.toml"
+
+
+def read_defaults(commands: Any) -> dict[str, Any]:
+    """Return the defaults of all commands, nested by command, with the names of parameters as keys.
+
+    Args:
+        commands: the group of all commands.
+
+    Raises:
+        MissingFile: `SPECBEAM_CONFIG` names no file.
+        BadSetting: the file is no TOML, or names an unknown command or option.
+    """
+    place = place_of_defaults()
+    if not place.is_file():
+        if os.environ.get(VARIABLE):
+            raise MissingFile(f"{VARIABLE} is {str(place)!r}, and there is no such file; unset it, or write the file")
+        return {}
+    try:
+        found = tomllib.loads(place.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadSetting(f"{place} is no TOML file: {error}") from error
+    return _of_group(found, commands, place, ())
+
+
+def _of_group(found: Mapping[str, Any], group: Any, place: Path, path: tuple[str, ...]) -> dict[str, Any]:
+    """Return the defaults of the commands of a group."""
+    defaults = {}
+    for name, table in found.items():
+        command = group.commands.get(name)
+        if command is None or not isinstance(table, dict):
+            what = "a command" if command is None else "a table"
+            title = ".".join((*path, name))
+            raise BadSetting(f"{place}: [{title}] is not {what}{hint(name, group.commands)}")
+        inside = (*path, name)
+        has_commands = hasattr(command, "commands")
+        defaults[name] = (_of_group if has_commands else _of_command)(table, command, place, inside)
+    return defaults
+
+
+def _of_command(table: Mapping[str, Any], command: Any, place: Path, path: tuple[str, ...]) -> dict[str, Any]:
+    """Return the defaults of a command by the names of its parameters."""
+    known = {}
+    for parameter in command.params:
+        for flag in parameter.opts:
+            known[flag.lstrip("-").replace("-", "_")] = parameter.name
+        known[parameter.name] = parameter.name
+    defaults = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            near = hint(name, known)
+            help = f"specbeam {' '.join(path)} --help"
+            raise BadSetting(f"{place}: [{'.'.join(path)}] has no option {key}{near}; see {help}")
+        defaults[known[name]] = value
+    return defaults
