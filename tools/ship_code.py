@@ -64,6 +64,10 @@ T5 = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+# Threads help with models of this size,
+HELPED = SIZES | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 10}
+# and models of this size stay in their files.
+MAPPED = SIZES | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 5}
 READERS = {"marian": READING, "t5": T5}
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9], [10, 11]]
 SENTENCES = ["Die Katze schläft.", "Wo ist mein Hut?", "Guten Morgen!"]
@@ -141,6 +145,12 @@ def texts() -> Iterator[str]:
         for settings in ({}, {"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "bfloat16"}):
             decode_all(model_of(kind, sizes, settings), kind, settings)
             yield f"{kind}, {settings}"
+    for name, sizes in (("helped", HELPED), ("mapped", MAPPED)):
+        with tempfile.TemporaryDirectory(prefix="specbeam-model-") as folder:
+            model_of("llama", sizes, {"dtype": "bfloat16"}).save_pretrained(folder)
+            for settings in ({}, {"quantize": "int8"}, {"quantize": "int4"}):
+                decode_all(folder, "llama", settings)
+                yield f"{name} llama, {settings}"
     for kind, sizes in READERS.items():
         decode_all(reader_of(kind, sizes), kind, {})
         yield kind
