@@ -69,9 +69,9 @@ def show_compilation() -> None:
             return
         from rich.console import Console
 
-        from specbeam.core.compiling.forms import listen
-
         console = Console(stderr=True)
         if console.is_terminal or console.is_jupyter:
+            from specbeam.core.compiling.forms import listen
+
             _SHOWN.append(CompilationBar(console))
             listen(_SHOWN[0].note)

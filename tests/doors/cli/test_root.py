@@ -1,6 +1,8 @@
 """The options of the program itself, the help of each command, and what a bug report needs."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.main import get_command
@@ -92,3 +94,23 @@ def test_a_name_that_the_package_lacks_can_be_suggested():
 
 def test_a_method_shows_its_name_and_law():
     assert repr(sb.dsbd(beams=2)) == "<dsbd: exact: beam sampling, 2 beams, without replacement>"
+
+
+@pytest.mark.parametrize("command", ["generate x", "inspect x", "bench acceptance", "chat", "tune"])
+@pytest.mark.parametrize("option", ["-m", "-d"])
+def test_a_model_that_is_not_there_is_said_before_anything_is_imported(command, option, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)  # importing it would fail
+    code, out, err = specbeam(*command.split(), option, "/no/such/folder")
+    assert (code, out) == (2, "")
+    assert "there is no folder /no/such/folder; give a folder that save_pretrained wrote, or a hub id" in err
+
+
+def test_a_missing_file_of_prompts_is_said_before_torch_is_imported():
+    program = (
+        "import sys; from specbeam.doors.cli.main import app\n"
+        "try: app(['generate', '-f', '/no/such/file'], standalone_mode=False)\n"
+        "except Exception as error: print(error, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "there is no file /no/such/file" in done.stdout
+    assert done.stdout.strip().endswith("False")

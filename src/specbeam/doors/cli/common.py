@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbeam.doors import plain
 from specbeam.doors.cli.arguments import require_positive
+from specbeam.doors.places import require_place_of_model
 from specbeam.errors import BadPrompt, BadSetting, MissingFile
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ def quiet_load(model: str, draft: str | None, *, sources: bool = False, **option
         sources: whether the command supports encoder-decoder models; otherwise they raise `NotSupported`.
         options: options of `specbeam.load`.
     """
+    for name in (model, draft):
+        if name is not None:
+            require_place_of_model(name)
     from transformers.utils import logging
 
     from specbeam.doors.sources import require_prompts

@@ -105,10 +105,10 @@ class Writer:
 def generate(given: GenerateArguments) -> int:
     """Generate text for prompts from arguments, files or standard input."""
     follow_rank_0(given.loading)
-    options = given.checked_options()
-    sources, unreadable = gather(given.texts, given.file, _prompt_of)
+    sources, unreadable = gather(given.texts, given.file, _prompt_of)  # before what imports torch
     if not sources and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
+    options = given.checked_options()
     pair = given.load(options)
     writer = Writer(sources, given.json, options.get("num_return_sequences", 1))
     if sources:
