@@ -222,6 +222,22 @@ def _waits_for_compiled(model: "PreTrainedModel") -> str:
     return _too_large(model)
 
 
+def advice_for_object(model: "PreTrainedModel", engine: str) -> str:
+    """Return a sentence for users who gave a model object that runs compiled if it is loaded from its files; "" otherwise.
+
+    Args:
+        engine: the engine that runs the object.
+    """
+    why = _waits_for_compiled(model) if engine == "plain" and model.device.type == "cpu" else ""
+    if not why or misfit_of_family(model):
+        return ""
+    name = model.name_or_path or "its folder or hub id"
+    return (
+        f"transformers' own forward runs this {type(model).__name__} object, because {why}; sb.load({name!r}) runs "
+        "the same model compiled"
+    )
+
+
 def _waits_for_gpu(model: "PreTrainedModel") -> str:
     if model.device.type != "cuda":
         return f"on {model.device} this engine is for tests only"

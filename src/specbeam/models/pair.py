@@ -1,5 +1,6 @@
 """`load`, and the pair of target and draft model with their tokenizer that it returns."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from specbeam.doors.progress import show_compilation
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.models.encoder_decoder import EncoderDecoderLM
-from specbeam.models.engines import MAPPING, check_engine
+from specbeam.models.engines import MAPPING, advice_for_object, check_engine
 from specbeam.models.huggingface import HuggingFaceLM, vocab_of
 from specbeam.models.loading.drafts import (
     DraftOptions,
@@ -261,6 +262,10 @@ def load(
         target_lm = language_model(
             target_model, check, by_engine(quantize), compile, share_from, rounded_kv, engine=engine
         )
+    if not isinstance(target, (str, Path)) and engine == "auto":
+        advice = advice_for_object(target_model, target_lm.engine)
+        if advice:
+            warnings.warn(advice, stacklevel=2)
     further = FurtherDrafts(target_lm, own_tokenizer, target, dtype, torch_device, check, share_from, engine)
     target_lm.further_draft = further
     options = DraftOptions(check, compile, share_from, probe, rounded_kv, engine)
