@@ -1,4 +1,4 @@
-"""Compile the code that a wheel brings along: `make wheel`, or `python tools/ship_code.py` for the archives alone.
+"""Compile the machine code of a wheel: `make wheel`, or `python tools/ship_code.py` for the archives alone.
 
 Decodes with usual models and methods, once for each class of processors whose code this processor runs, and writes a file
 for each (src/specbeam/core/compiling/shipped_code). That takes some minutes for a class.
@@ -17,58 +17,30 @@ from typing import Any
 from specbeam.core.compiling.processor import features
 from specbeam.core.compiling.shipped import CLASSES, Processors
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
-GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "eos_token_id": 1}
-FAMILIES = {
-    "llama": SIZES,
-    "qwen2": SIZES,
-    "qwen3": SIZES | {"head_dim": 16},
-    "mistral": SIZES | {"sliding_window": 8},
-    "gpt2": GPT2,
-}
-READING = {
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "vocab_size": 64,
-    "max_position_embeddings": 256,
-    "decoder_start_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "bos_token_id": 0,
-}
-T5 = {
-    "d_model": 64,
-    "d_ff": 64,
-    "d_kv": 16,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-    "vocab_size": 64,
-    "decoder_start_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
+DECODERS = ("llama", "qwen2", "qwen3", "mistral")  # whose configurations have the same names
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 # Threads help with models of this size,
-HELPED = SIZES | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 10}
+HELPED = {"num_hidden_layers": 10, "hidden_size": 512, "intermediate_size": 2048}
 # and models of this size stay in their files.
-MAPPED = SIZES | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 5}
-READERS = {"marian": READING, "t5": T5}
+MAPPED = {"num_hidden_layers": 5, "hidden_size": 2048, "intermediate_size": 8192}
+SHAPES = {
+    **dict.fromkeys(DECODERS, SMALL | {"num_hidden_layers": 2}),
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
+    "marian": {
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "decoder_start_token_id": 0,
+    },
+    "t5": {"d_model": 64, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+}
+COMMON = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+READERS = ("marian", "t5")
+ROUNDINGS: tuple[dict[str, Any], ...] = ({}, {"quantize": "int8"}, {"quantize": "int4"})
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9], [10, 11]]
 SENTENCES = ["Die Katze schläft.", "Wo ist mein Hut?", "Guten Morgen!"]
 
@@ -141,18 +113,21 @@ def texts() -> Iterator[str]:
             for sentences in (SENTENCES[:1], SENTENCES):
                 sb.generate(bundled, sentences, method, max_new_tokens=12, batch_size=3, seed=1, **options)
         yield f"bundled pair, {method.name}"
-    for kind, sizes in FAMILIES.items():
-        for settings in ({}, {"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "bfloat16"}):
-            decode_all(model_of(kind, sizes, settings), kind, settings)
-            yield f"{kind}, {settings}"
+    for kind in [kind for kind in SHAPES if kind not in READERS]:
+        model = model_of(kind, SHAPES[kind])
+        for rounding in ROUNDINGS:
+            decode_all(model, rounding)
+            yield f"{kind}, {rounding}"
+        decode_all(model_of(kind, SHAPES[kind]).bfloat16(), {})
+        yield f"{kind}, bfloat16"
     for name, sizes in (("helped", HELPED), ("mapped", MAPPED)):
         with tempfile.TemporaryDirectory(prefix="specbeam-model-") as folder:
-            model_of("llama", sizes, {"dtype": "bfloat16"}).save_pretrained(folder)
-            for settings in ({}, {"quantize": "int8"}, {"quantize": "int4"}):
-                decode_all(folder, "llama", settings)
-                yield f"{name} llama, {settings}"
-    for kind, sizes in READERS.items():
-        decode_all(reader_of(kind, sizes), kind, {})
+            model_of("llama", SMALL | sizes).bfloat16().save_pretrained(folder)
+            for rounding in ROUNDINGS:
+                decode_all(folder, rounding)
+                yield f"{name} llama, {rounding}"
+    for kind in READERS:
+        decode_all(model_of(kind, SHAPES[kind]), {})
         yield kind
 
 
@@ -173,31 +148,21 @@ def methods() -> list[Any]:
     ]
 
 
-def model_of(kind: str, sizes: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """Return a small random model, in the type of the settings."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def model_of(kind: str, sizes: dict[str, Any]) -> Any:
+    """Return a random model of these sizes."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
-    return model.to(torch.bfloat16) if "dtype" in settings else model
-
-
-def reader_of(kind: str, sizes: dict[str, Any]) -> Any:
-    """Return a small random model that reads sources."""
-    from transformers import AutoConfig, AutoModelForSeq2SeqLM
-
-    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
+    config = AutoConfig.for_model(kind, **COMMON, **sizes)
+    return (AutoModelForSeq2SeqLM if kind in READERS else AutoModelForCausalLM).from_config(config).eval()
 
 
-def decode_all(model: Any, kind: str, settings: dict[str, Any]) -> None:
-    """Decode with a model that drafts for itself, one prompt and several."""
+def decode_all(model: Any, rounding: dict[str, Any]) -> None:
+    """Decode one prompt and several with a model; unless it is rounded, it drafts for itself in 8 bits."""
     import specbeam as sb
 
-    loading = {name: value for name, value in settings.items() if name != "dtype"}
-    pair = sb.load(model, None if "quantize" in loading else "int8", tokenizer=False, **loading)
-    for method in (sb.greedy(), sb.beam_search(4), sb.dsbd(), sb.speculative_sampling()):
-        if pair.draft is None and method.name in ("dsbd", "speculative_sampling"):
-            continue
+    pair = sb.load(model, None if rounding else "int8", tokenizer=False, **rounding)
+    drafting = [] if pair.draft is None else [sb.dsbd(), sb.speculative_sampling()]
+    for method in (sb.greedy(), sb.beam_search(4), *drafting):
         for prompts in (PROMPTS[:1], PROMPTS):
             sb.generate(pair, prompts, method, max_new_tokens=8, batch_size=3, seed=1)
 
