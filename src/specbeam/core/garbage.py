@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock
 
-_MOST_YOUNG = 20_000  # new objects per collection of the youngest; a tenth of the time of compilation at Python's 700
+_YOUNG = 20_000  # new objects per collection of the youngest
 _RARELY = 200  # collections of younger objects per full collection
 _LOCK = RLock()  # reentrant, because a signal handler may run while it is held
 _inside = 0  # number of contexts, in all threads
@@ -34,7 +34,7 @@ def _enter() -> None:
         if _inside == 1:
             _before = gc.get_threshold()
             (young, middle, old) = _before
-            gc.set_threshold(young and max(young, _MOST_YOUNG), middle, max(old, _RARELY))
+            gc.set_threshold(young and max(young, _YOUNG), middle, max(old, _RARELY))
             _ours = gc.get_threshold()  # some versions of Python ignore the third threshold
 
 

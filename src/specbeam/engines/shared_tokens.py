@@ -1,4 +1,4 @@
-"""The target's tokens that a draft model reads and drafts: those that both models have, or only the first of them."""
+"""Which of the target's tokens a draft model knows, and which of these it drafts."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -41,7 +41,7 @@ def text_of(modules: list[str], forms: list[StepForm]) -> str:
     """Return a list of forms as lines of JSON: modules, record types, each of which refers only to earlier ones, and forms.
 
     Args:
-        modules: those that register steps in a program: the key of a form includes the steps of its records.
+        modules: all modules that register steps. A form's cache key includes the steps registered for its records.
         forms: each after the forms that it calls.
 
     Raises:

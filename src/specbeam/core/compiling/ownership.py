@@ -13,6 +13,7 @@ to cancel out. Here a variable owns references only if it needs them:
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 from numba import types
@@ -20,6 +21,7 @@ from numba.core import ir
 from numba.core.compiler import Compiler
 from numba.core.compiler_machinery import register_pass
 from numba.core.lowering import Lower
+from numba.core.registry import cpu_target
 from numba.core.typed_passes import NativeLowering
 
 KindOf = Callable[[str], Any]  # returns the numba type of a variable
@@ -122,7 +124,7 @@ class Ownership:
     Attributes:
         borrowing: variables that own nothing.
         counted: by the id of an assignment that counts nothing itself, the variables to which it adds references.
-        ended: by the id of the deletion of a variable that owns no references by then, its parts that nobody has taken over.
+        ended: by the id of a deletion that must not release the variable: the parts that it still has to release.
     """
 
     def __init__(self, bodies: list[list[Any]], kind_of: KindOf, local: set[str]) -> None:
@@ -131,7 +133,6 @@ class Ownership:
         self.ended: dict[int, list[int]] = {}
         self._kind_of = kind_of
         self._local = local
-        self._references: dict[Any, bool] = {}
         self._borrow_from_caller(bodies)
         for body in bodies:
             self._borrow_from_longer_lives(body)
@@ -143,10 +144,7 @@ class Ownership:
 
     def _has_references(self, name: str) -> bool:
         """Return whether values of a variable refer to counted memory."""
-        kind = self._kind_of(name)
-        if kind not in self._references:
-            self._references[kind] = _refers(kind)
-        return self._references[kind]
+        return _refers(self._kind_of(name))
 
     def _borrow_from_caller(self, bodies: list[list[Any]]) -> None:
         """Find the variables that hold arguments and what is read from them."""
@@ -208,15 +206,14 @@ class Ownership:
         """Find the variables of a block whose values belong to variables that are deleted or changed later."""
         ends = _ends(body)
         for place, one in enumerate(body):
-            if (
-                not isinstance(one, ir.Assign)
-                or one.target.name not in self._local
-                or one.target.name in self.borrowing
-            ):
+            if not isinstance(one, ir.Assign):
+                continue
+            name = one.target.name
+            if name not in self._local or name in self.borrowing or not self._has_references(name):
                 continue
             base = self._base(one)
-            last = next((end for end in ends[one.target.name] if end > place), None)
-            if base is None or last is None or not self._has_references(one.target.name):
+            last = next((end for end in ends[name] if end > place), None)
+            if base is None or last is None:
                 continue
             if all(end > last for end in ends[base] if end > place):
                 self._borrow(one)
@@ -288,10 +285,9 @@ class Ownership:
         return [source.name] if is_same else None
 
 
+@cache
 def _refers(kind: Any) -> bool:
     """Return whether values of a type refer to counted memory."""
-    from numba.core.registry import cpu_target
-
     return bool(cpu_target.target_context.data_model_manager[kind].contains_nrt_meminfo())
 
 

@@ -27,7 +27,7 @@ class Processors(NamedTuple):
 
     name: str  # LLVM's
     machines: tuple[str, ...]  # names of the architecture, as `platform.machine` returns them
-    more: str  # features in addition to those that the name implies, as in NUMBA_CPU_FEATURES
+    more: str  # NUMBA_CPU_FEATURES: features beyond those of the name
     needs: frozenset[str]  # all features that steps may use
 
     @property
@@ -53,7 +53,7 @@ CLASSES = (
 
 
 def compilers() -> tuple[Any, ...]:
-    """Return the versions on which shipped code depends: those of its compilers, and what fixes types and bytecode."""
+    """Return the versions that shipped code requires: the compilers, NumPy's (which fixes types) and Python's (bytecode)."""
     python = (platform.python_implementation(), *platform.python_version_tuple()[:2])
     return (numba.__version__, llvmlite.__version__, numpy_version, *python)
 
