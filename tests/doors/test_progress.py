@@ -63,20 +63,21 @@ def test_it_can_be_turned_off(terminal, monkeypatch):
 
 
 PROGRAM = """
-import logging; logging.basicConfig(level=logging.WARNING)
+import logging, time, numba
 from specbeam.core.compiling.compiler import compiled
+from specbeam.core.compiling.forms import listen
 from specbeam.doors.progress import show_compilation
-import numba
+
+logging.basicConfig(level=logging.WARNING)
 show_compilation()
-def thrice(number): return 3 * number
+listen(lambda begins: time.sleep(0.4))  # longer than the bar needs to be drawn
+
+def thrice(number):
+    return 3 * number
+
 step = compiled(thrice)
 step._cache.disable()
-import time
-tell = __import__("specbeam.core.compiling.forms", fromlist=["tell"]).tell
-tell(begins=True)
 step.compile((numba.types.int64,))
-time.sleep(0.4)
-tell(begins=False)
 """
 
 
@@ -93,3 +94,22 @@ def test_a_script_shows_it_on_a_terminal_only(has_terminal):
     os.close(ours)
     assert (b"Compiling for this processor, once" in written) == has_terminal
     assert b"compiling thrice" not in written
+
+
+@needs_numba
+def test_a_step_that_cannot_be_compiled_leaves_no_bar(terminal):
+    from numba import types
+    from numba.core.errors import TypingError
+
+    from specbeam.core.compiling.compiler import compiled
+
+    def wrong(number):
+        return number.no_such_attribute
+
+    progress.show_compilation()
+    step = compiled(wrong)
+    step._cache.disable()
+    with pytest.raises(TypingError):
+        step.compile((types.int64,))
+    assert progress._SHOWN[0].under_way == 0
+    assert not progress._SHOWN[0].progress.live.is_started

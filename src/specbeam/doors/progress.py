@@ -24,7 +24,7 @@ class CompilationBar:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         self.progress = Progress(*columns, console=console, transient=True)
         self.task = self.progress.add_task("", total=None)
-        self.under_way = 0  # compiling a step compiles those that it calls
+        self.under_way = 0  # number of nested compilations: a step's callees are compiled inside its own
 
     def note(self, begins: bool) -> None:
         """Note that the compilation of a step begins or ends, and show or hide the bar."""

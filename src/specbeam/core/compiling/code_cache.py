@@ -193,6 +193,7 @@ class CodeCache(_Cache):
         self._called = called
         self._sources = digest(Path(function.__code__.co_filename))
         self._claims: dict[Any, Claim] = {}  # by signature, of forms that this process is compiling
+        self._under_way: set[Any] = set()  # signatures of forms that this process is compiling, with or without a claim
         self._is_enabled = True
 
     @property
@@ -228,6 +229,7 @@ class CodeCache(_Cache):
             loaded = _load(place, target_context)  # another process may have saved it in the meantime
         if loaded is None:
             LOG.info("compiling %s", self._py_func.__qualname__)
+            self._under_way.add(sig)
             tell(begins=True)
             if sig in self._claims:  # locks work here, so other processes can share files
                 ahead.begin(self._py_func)
@@ -244,13 +246,15 @@ class CodeCache(_Cache):
             clean(place.path.parent)
         self.give_up(sig)
         LOG.info("compiled %s", self._py_func.__qualname__)
-        tell(begins=False)
 
     def give_up(self, sig: Any) -> None:
-        """Release this process's claim on a form, if any."""
+        """End the compilation of a form, if any: release this process's claim, and tell that it ended."""
         claim = self._claims.pop(sig, None)
         if claim is not None:
             claim.end()
+        if sig in self._under_way:
+            self._under_way.remove(sig)
+            tell(begins=False)
 
     def keeps(self, sig: Any, target_context: Any) -> bool:
         """Return whether this form of the function is on disk."""

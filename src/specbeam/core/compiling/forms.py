@@ -1,4 +1,4 @@
-"""The forms of steps that this process compiles or loads: their number, and who is told when one is compiled."""
+"""A counter of the forms of steps that this process has compiled or loaded, and listeners to compilations."""
 
 from collections.abc import Callable
 from threading import Lock
