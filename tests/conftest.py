@@ -90,4 +90,6 @@ def packed(monkeypatch):
 with suppress(RuntimeError):  # this user has no home folder
     os.environ.setdefault("NUMBA_CACHE_DIR", os.environ.get("SPECBEAM_CACHE") or str(user_cache_path("specbeam")))
 os.environ["SPECBEAM_CACHE"] = tempfile.mkdtemp(prefix="specbeam-tests-")
+os.environ["XDG_CONFIG_HOME"] = os.environ["SPECBEAM_CACHE"]  # no defaults of the user's commands
+os.environ.pop("SPECBEAM_CONFIG", None)
 os.environ.setdefault("SPECBEAM_COMPILERS", "1")  # the tests are given their processes by pytest

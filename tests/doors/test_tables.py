@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,7 @@ def test_dictionaries_go_through_json(answer):
 
 
 def test_representations_are_short(answer, pair):
+    assert repr(replace(answer, text="")) == "<Generation [4, 5], 2 beams, 6 tokens in 3 passes; exact: a law>"
     assert repr(answer) == "<Generation 'one <b> & two', 2 beams, 6 tokens in 3 passes; exact: a law>"
     assert len(repr(pair)) < 300
     assert "ForCausalLM" in repr(pair)

@@ -335,10 +335,9 @@ class Generation:
 
     def __repr__(self) -> str:
         beams = f", {len(self.beams)} beams" if len(self.beams) > 1 else ""
-        report = self.report
-        return (
-            f"<Generation {self.text!r}{beams}, {report.tokens} tokens in {report.target_passes} passes; {report.law}>"
-        )
+        cost = f"{self.report.tokens} tokens in {self.report.target_passes} passes"
+        answer = self.text or self.tokens  # without a tokenizer there is no text
+        return f"<Generation {answer!r}{beams}, {cost}; {self.report.law}>"
 
     def to_dict(self) -> dict[str, Any]:
         """Return text, tokens, beams, report and prompt as dictionaries and lists."""

@@ -223,7 +223,7 @@ def _waits_for_compiled(model: "PreTrainedModel") -> str:
 
 
 def advice_for_object(model: "PreTrainedModel", engine: str) -> str:
-    """Return a sentence for users who gave a model object that runs compiled if it is loaded from its files; "" otherwise.
+    """Return a warning about a model object that would run compiled if `load` got its files instead; "" for others.
 
     Args:
         engine: the engine that runs the object.
@@ -231,11 +231,8 @@ def advice_for_object(model: "PreTrainedModel", engine: str) -> str:
     why = _waits_for_compiled(model) if engine == "plain" and model.device.type == "cpu" else ""
     if not why or misfit_of_family(model):
         return ""
-    name = model.name_or_path or "its folder or hub id"
-    return (
-        f"transformers' own forward runs this {type(model).__name__} object, because {why}; sb.load({name!r}) runs "
-        "the same model compiled"
-    )
+    name = repr(model.name_or_path) if model.name_or_path else "its folder or hub id"
+    return f"transformers' own forward runs this {type(model).__name__} object, because {why}; give load {name} instead"
 
 
 def _waits_for_gpu(model: "PreTrainedModel") -> str:

@@ -73,10 +73,8 @@ def resolve(method: Any) -> Method:
     if isinstance(method, Method):
         return method
     recipes = {make.__name__: make for make in (*RECIPES, *HEAD_RECIPES)}
-    if callable(method):
-        name = getattr(method, "__name__", "")
-        what = "a recipe" if name in recipes else "a function"
-        raise BadSetting(f"the method is {what} that was not called; write sb.{name}()")
+    if method in recipes.values():
+        raise BadSetting(f"the method is a recipe that was not called; write sb.{method.__name__}()")
     if not isinstance(method, str):
         raise BadSetting(f"the method is {method!r}; give its name, or a method such as sb.dsbd(beams=4)")
     if method not in recipes:

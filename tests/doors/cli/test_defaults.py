@@ -38,7 +38,8 @@ def test_commands_of_groups_have_tables_inside(write):
     ("text", "said"),
     [
         ("[generat]\nmodel = 1\n", "[generat] is not a command (did you mean generate?)"),
-        ("generate = 3\n", "[generate] is not a table"),
+        ("generate = 3\n", "[generate] is not a table, but 3"),
+        ("[bench]\nspeed = 3\n", "[bench.speed] is not a table, but 3"),
         ("[generate]\ntemprature = 1\n", "[generate] has no option temprature (did you mean temperature?)"),
         ("[generate\n", "is no TOML file"),
     ],
@@ -48,6 +49,15 @@ def test_what_is_wrong_in_the_file_is_said(write, text, said):
     code, out, err = specbeam("methods")
     assert (code, out) == (2, "")
     assert said in err
+
+
+def test_a_value_of_another_type_is_said_with_the_file(write, tmp_path):
+    write("[generate]\ntemperature = 'hot'\n")
+    code, _, err = specbeam("generate", "Hallo")
+    assert code == 2
+    said = " ".join(err.replace("│", " ").split())
+    assert "Invalid value for '--temperature'" in said
+    assert "on the command line, or in" in said
 
 
 def test_a_named_file_must_exist(tmp_path, monkeypatch):

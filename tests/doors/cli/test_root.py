@@ -47,7 +47,7 @@ def test_a_bug_report_gets_what_it_needs(monkeypatch):
     assert found["specbeam"].startswith(sb.__version__)
     assert found["OMP_NUM_THREADS"] == "1"
     assert found["SPECBEAM_API_KEYS"] == "(set)"
-    assert {"python", "torch", "transformers", "numba", "machine", "caches", "compiled steps"} <= found.keys()
+    assert {"python", "torch", "transformers", "numba", "machine", "measurements", "compiled steps"} <= found.keys()
     code, lines, _ = specbeam("env")
     assert code == 0
     assert "hidden-key" not in lines
@@ -73,7 +73,7 @@ def test_an_unknown_setting_of_a_method_is_named_with_the_meant_one(make, said):
     [
         ("dsdb", r"there is no method 'dsdb' \(did you mean dsbd\?\); choose one of greedy, "),
         (sb.dsbd, r"the method is a recipe that was not called; write sb\.dsbd\(\)"),
-        (len, r"the method is a function that was not called"),
+        (len, r"the method is <built-in function len>; give its name, or a method such as"),
         (4, r"the method is 4; give its name, or a method such as sb\.dsbd\(beams=4\)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Defaults of commands from the user's file: specbeam.toml in the folder of configurations, or what SPECBEAM_CONFIG names.
+"""The user's defaults for commands: specbeam.toml in the configuration folder, or the file that SPECBEAM_CONFIG names.
 
     [generate]
     model = "bundled"
@@ -7,7 +7,7 @@
     [bench.speed]
     threads = 1
 
-A table has the name of a command, and its keys are the command's options, with `-` or `_` between words.
+Each table is a command, and each key an option of it, with `-` or `_` between words.
 """
 
 import os
@@ -57,11 +57,12 @@ def _of_group(found: Mapping[str, Any], group: Any, place: Path, path: tuple[str
     defaults = {}
     for name, table in found.items():
         command = group.commands.get(name)
-        if command is None or not isinstance(table, dict):
-            what = "a command" if command is None else "a table"
-            title = ".".join((*path, name))
-            raise BadSetting(f"{place}: [{title}] is not {what}{hint(name, group.commands)}")
         inside = (*path, name)
+        title = f"[{'.'.join(inside)}]"
+        if command is None:
+            raise BadSetting(f"{place}: {title} is not a command{hint(name, group.commands)}")
+        if not isinstance(table, dict):
+            raise BadSetting(f"{place}: {title} is not a table, but {table!r}")
         has_commands = hasattr(command, "commands")
         defaults[name] = (_of_group if has_commands else _of_command)(table, command, place, inside)
     return defaults

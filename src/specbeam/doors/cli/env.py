@@ -36,6 +36,7 @@ def env(given: EnvArguments) -> int:
 
 
 def _versions() -> dict[str, str]:
+    """Return the versions of specbeam, Python and the packages."""
     import specbeam
 
     found = {"specbeam": f"{specbeam.__version__}, {Path(specbeam.__file__).parent}"}
@@ -49,6 +50,7 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, str]:
+    """Return the system, the processor, and the instructions that steps are compiled for."""
     import torch
 
     from specbeam.core import compiling
@@ -72,20 +74,23 @@ def _machine() -> dict[str, str]:
 
 
 def _caches() -> dict[str, str]:
+    """Return the folders of cache files, and the code in them and in the wheel."""
     from specbeam.core import compiling
     from specbeam.core.caches.folders import cache_folder
 
-    folder = cache_folder("code")
-    if folder is None:
-        return {"caches": "no usable folder: each process compiles and measures again"}
-    found = {"caches": str(folder.parent)}
-    files = [path.stat().st_size for path in folder.glob("*.nbc")]
-    found["compiled code"] = f"{len(files)} forms, {sum(files) / 1e6:.0f} MB"
-    if compiling.AVAILABLE:
-        from specbeam.core.compiling.shipped import class_here
+    found = {"measurements": str(cache_folder("figures") or "no usable folder: each process measures again")}
+    if not compiling.AVAILABLE:
+        return found
+    from specbeam.core.compiling.code_cache import code_folder
+    from specbeam.core.compiling.shipped import class_here
 
-        processors = class_here()
-        found["code of the wheel"] = "none for this processor" if processors is None else f"for {processors.name}"
+    folder = code_folder()
+    found["compiled code"] = "no usable folder: each process compiles again"
+    if folder is not None:
+        sizes = [path.stat().st_size for path in folder.glob("*.nbc")]
+        found["compiled code"] = f"{folder}: {len(sizes)} forms, {sum(sizes) / 1e6:.0f} MB"
+    processors = class_here()
+    found["code of the wheel"] = "none for this processor" if processors is None else f"for {processors.name}"
     return found
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer import BadParameter
 from typer.core import TyperGroup
 
 from specbeam.doors.cli import (
@@ -26,6 +27,7 @@ from specbeam.doors.cli.arguments import add_command
 from specbeam.doors.cli.batch import batch
 from specbeam.doors.cli.bench import acceptance, efficiency
 from specbeam.doors.cli.chat import chat
+from specbeam.doors.cli.defaults import place_of_defaults, read_defaults
 from specbeam.doors.cli.demo import demo
 from specbeam.doors.cli.diff import diff, diff_by_its_older_name
 from specbeam.doors.cli.env import env
@@ -48,6 +50,10 @@ class Commands(TyperGroup):
         """Run a command."""
         try:
             return super().invoke(context)
+        except BadParameter as error:
+            if context.default_map:
+                error.message = f"{error.message} (on the command line, or in {place_of_defaults()})"
+            raise
         except BrokenPipeError as error:
             raise ClosedPipe from error
         except EOFError as error:  # typer would print "Aborted"
@@ -89,7 +95,6 @@ def start(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress and no warnings.")] = False,
 ) -> None:
     """Prepare the process for a command."""
-    from specbeam.doors.cli.defaults import read_defaults
     from specbeam.doors.progress import VARIABLE, show_compilation
 
     context.default_map = read_defaults(context.command)

@@ -154,8 +154,8 @@ DraftVocab = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Draft only tokens with ids below this number, such as 32000, which takes less time with a large vocabulary; "
-        "texts have the same law.",
+        help="Draft only tokens with ids below this number, such as 32000, which is faster with a large vocabulary. Exact "
+        "laws stay the same.",
     ),
 ]
 Engine = Annotated[

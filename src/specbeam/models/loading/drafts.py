@@ -123,7 +123,11 @@ def check_draft_vocab(draft_vocab: Any, given: GivenDraft) -> None:
     if not is_integer(draft_vocab) or draft_vocab < 1:
         raise BadSetting(f"draft_vocab is {draft_vocab!r}; it is a number of tokens, at least 1")
     if given.model is None:
-        what = "the draft is a head" if given.head is not None else "there is none"
+        what = "there is none"
+        if given.head is not None:
+            what = "the draft is a head"
+        elif given.skipping is not None:
+            what = "the draft is the target without some sublayers"
         raise BadSetting(f"draft_vocab is for draft models, and {what}; leave it out")
 
 
