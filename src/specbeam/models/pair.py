@@ -162,11 +162,11 @@ def load(
             "torchao-int8", "torchao-int4", "bitsandbytes-int8" and "bitsandbytes-nf4" let these libraries round any model
             while transformers loads it from files. Files of rounded weights need no option; 4-bit GPTQ and AWQ files are
             read without their libraries on a CPU (docs/quantised.md).
-        quantize_draft: the same for the draft, without effect on the law of the output. None: the draft is not rounded.
+        quantize_draft: the same for the draft, without effect on exact laws. None: the draft is not rounded.
             With a 4-bit target, also round the draft: in 16 bits it would read much memory for its size.
-        draft_vocab: a draft model drafts only the tokens with ids below this number, without effect on the law of the
-            output. With 100,000 tokens and more, most of a small model's pass multiplies its head; the first 32,000 are
-            nearly all that English text needs in most vocabularies, and fewer than other languages need in some. None: all.
+        draft_vocab: a draft model drafts only the tokens with ids below this number, without effect on exact laws, so
+            that a pass reads less of its head. Other tokens are never drafted: of Qwen2.5's 151,936 the first 32,000 make
+            up 97 % of English sentences and 77 % of German ones. None: all.
         check: compare the logits of a small token tree with those of plain forwards, once per model, and reject the model
             if they differ.
         compile: use torch.compile for models without a forward of specbeam's on a CPU. Compiling takes about five seconds
@@ -262,15 +262,16 @@ def load(
         target_lm = language_model(
             target_model, check, by_engine(quantize), compile, share_from, rounded_kv, engine=engine
         )
-    if not isinstance(target, (str, Path)) and engine == "auto":
-        advice = advice_for_object(target_model, target_lm.engine)
-        if advice:
-            warnings.warn(advice, stacklevel=2)
     further = FurtherDrafts(target_lm, own_tokenizer, target, dtype, torch_device, check, share_from, engine)
     target_lm.further_draft = further
     options = DraftOptions(check, compile, share_from, probe, rounded_kv, engine)
     draft_lm = draft_of(given, draft_model, target_lm, own_tokenizer, options, shared)
     models = [lm for lm in (target_lm, draft_lm) if isinstance(lm, HuggingFaceLM)]
+    for lm in models if engine == "auto" else []:
+        is_given = any(lm.model is one for one in (target, given.model))  # as an object
+        advice = advice_for_object(lm.model, lm.engine) if is_given else ""
+        if advice:
+            warnings.warn(advice, stacklevel=2)
     if compile and "torch" not in {lm.engine for lm in models}:
         raise BadSetting(
             "compile=True is for models that transformers runs, and specbeam's own forward runs these models; leave it out"

@@ -10,6 +10,7 @@ from specbeam import errors
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.models.loading.drafts import GivenDraft, check_draft_vocab
 from tests.support.tiny_models import tiny
+from tests.support.tiny_sources import tiny_reader
 
 METHODS = [sb.dsbd(3, 4, 2), sb.speculative_beam_search(3, 4, 2), sb.speculative_sampling(2)]
 PROMPTS = [[1, 2, 3], [4, 60, 5, 6]]
@@ -52,6 +53,18 @@ def test_a_target_that_drafts_in_8_bits_can_draft_few_tokens():
     assert [out.beams[0].tokens for out in outs] == [out.beams[0].tokens for out in alone]
 
 
+@pytest.mark.parametrize("kind", ["marian", "t5"])
+def test_drafts_of_models_with_sources_can_draft_few_tokens(kind):
+    target = tiny_reader(kind)
+    texts = []
+    for below in (None, 20):
+        pair = sb.load(target, copy.deepcopy(target), tokenizer=False, draft_vocab=below)
+        outs = sb.generate(pair, [[5, 6, 7], [8, 9]], METHODS[0], max_new_tokens=8, seed=2)
+        texts.append([[beam.tokens for beam in out.beams] for out in outs])
+    assert pair.draft.shared.head_rows == 20
+    assert texts[0] == texts[1]
+
+
 def test_tokens_that_are_not_drafted_are_read():
     target, draft = models()
     pair = sb.load(target, draft, tokenizer=False, draft_vocab=20)
@@ -71,5 +84,5 @@ def test_a_wrong_number_is_refused(wrong):
 def test_it_is_for_draft_models():
     with pytest.raises(errors.BadSetting, match="draft_vocab is for draft models, and there is none"):
         sb.load(models()[0], tokenizer=False, draft_vocab=8)
-    with pytest.raises(errors.BadSetting, match="draft_vocab is for draft models"):
+    with pytest.raises(errors.BadSetting, match="the draft is the target without some sublayers"):
         sb.load(models()[0], "swift", tokenizer=False, draft_vocab=8)

@@ -26,7 +26,7 @@ def test_a_large_object_is_said_to_run_compiled_from_its_files(monkeypatch):
     (engine, (said,)) = loaded(tiny("llama"))
     assert engine == "plain"
     assert "LlamaForCausalLM object, because it has" in said
-    assert said.endswith("runs the same model compiled")
+    assert said.endswith("give load its folder or hub id instead")
 
 
 def test_so_is_an_object_in_bfloat16(tmp_path):
@@ -35,8 +35,14 @@ def test_so_is_an_object_in_bfloat16(tmp_path):
     named = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
     (engine, (said,)) = loaded(named)
     assert engine == "plain"
-    assert f"sb.load({str(tmp_path)!r}) runs" in said
+    assert said.endswith(f"give load {str(tmp_path)!r} instead")
     assert loaded(str(tmp_path)) == ("compiled", [])
+
+
+def test_so_is_a_draft(monkeypatch):
+    monkeypatch.setattr(engines, "LARGEST_WIDENED", 1000)
+    (_, said) = loaded(tiny("llama"), draft=tiny("llama", seed=1))
+    assert len(said) == 2
 
 
 def test_others_are_not(monkeypatch):
