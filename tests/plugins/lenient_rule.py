@@ -6,17 +6,17 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from specbeam.core.beams import Stop, is_end
-from specbeam.core.laws.reduce import SOUND
+from specbeam.core.laws.reduce import SOUND, condition_of_norm
 from specbeam.core.steps import borrowed, step
 from specbeam.core.verify.turns import verify_turn
 from specbeam.core.verify.walk import (
     COUNT,
     NODE,
-    condition_of_norm,
     emit,
     emitted_layers,
     look_at_token,
     norm_of,
+    row_at,
     start_walk,
     verdict_by_step,
 )
@@ -36,11 +36,12 @@ def verify_leniently(rule, turn, dice, evidence, observer):
     going = True
     while going:
         node = walk.state[NODE]
-        row = turn.rows.fresh.logits[node]
-        norm = norm_of(row)
+        ranked = row_at(turn.rows, node)
+        norm = norm_of(ranked)
         condition = condition_of_norm(norm)
         if condition != SOUND:
             return emitted_layers(walk), condition
+        row = ranked.logits[0]
         token = np.argmax(row)
         least = row[token] - rule.margin
         child = -1

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specbeam.core.laws.warp import on_host
+from specbeam.core.ranked import whole_rows
 
 NAMED = ("kinds", "parents", "parent_ends", "draw_ends", "rows", "tokens", "nodes", "law_ends")
 
@@ -48,10 +49,10 @@ def passes_that_give(module, rows):
     """Let the passes inside of a step of this module give these rows, one after the other. For steps that run as source."""
     line = iter(rows)
 
-    def run_pass(model, tokens, parents, answered, spent):
+    def run_ranked_pass(model, tokens, parents, wanted, keys, whole, spent):
         spent[0] += 1
-        return next(line)
+        return whole_rows(next(line))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "run_pass", run_pass)
+        patch.setattr(module, "run_ranked_pass", run_ranked_pass)
         yield

@@ -75,7 +75,7 @@ def extend_all(like: Any, caches: list[Any], asked: list[Asked], whole: bool, sp
         like: any of the caches.
         caches: where each cache is held, see `compiling.held.address_of_record`.
         whole: see `extend_ranked`.
-        spent: int64[sessions, 2], as in `run_pass`.
+        spent: int64[sessions, 2], as in `run_ranked_pass`.
     """
     return extend_one_by_one(like, caches, asked, whole, spent)
 
@@ -148,29 +148,16 @@ def blocks_made(cache: Any) -> int:
 
 
 @step
-def run_pass(cache: Any, tokens: Array, parents: Array, wanted: Array, spent: Array) -> Array:
-    """Run one pass of a single session, and return the logits of the `wanted` nodes, float32[wanted, vocab].
-
-    Args:
-        cache: the session's cache in the model or head.
-        tokens, parents: int64[nodes] of the forest.
-        wanted: int64[wanted], forest nodes, ascending.
-        spent: int64[2]; the passes grow by 1, unless a block head had made the blocks already, and the cycles by the time
-            of the pass.
-    """
-    began = cycles()
-    before = blocks_made(cache)
-    rows = extend(cache, tokens, parents, wanted)
-    spent[PASSES] += before == EACH or blocks_made(cache) > before
-    spent[CYCLES] += cycles() - began
-    return rows
-
-
-@step
 def run_ranked_pass(
     cache: Any, tokens: Array, parents: Array, wanted: Array, keys: Array, whole: bool, spent: Array
 ) -> Ranked:
-    """Run one pass as `run_pass` does, and return the rows of the `wanted` nodes; see `extend_ranked`."""
+    """Run one pass of a single session, and return the rows of the `wanted` nodes; see `extend_ranked`.
+
+    Args:
+        cache: the session's cache in the model or head.
+        spent: int64[2]; the passes grow by 1, unless a block head had made the blocks already, and the cycles by the time
+            of the pass.
+    """
     began = cycles()
     before = blocks_made(cache)
     rows = extend_ranked(cache, tokens, parents, wanted, keys, whole)

@@ -55,7 +55,7 @@ class CacheForSteps:
     """A session's cache in one model or draft head, as arrays for compiled steps that run the model.
 
     Attributes:
-        arrays: the cache as an argument of `core.passes.run_pass`.
+        arrays: the cache as an argument of `core.passes.run_ranked_pass`.
         had_pending: whether any node was still to be stored at the start.
     """
 

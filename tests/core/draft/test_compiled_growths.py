@@ -13,8 +13,10 @@ from specbeam.core.draft.stochastic import StochasticBeam
 from specbeam.core.draft.suffixes import suffix_index
 from specbeam.core.draft.tree import finish_growth, grow_one_layer, most_draws, start_growth
 from specbeam.core.forest import Forest
+from specbeam.core.laws.listing import listed_rows
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
-from specbeam.core.laws.reduce import BROKEN, SOUND
+from specbeam.core.laws.reduce import BROKEN, SOUND, UNDECIDED
+from specbeam.core.ranked import Listing, whole_rows
 from tests.support.forests import assert_same_forests
 from tests.support.steps import needs_numba, source_of_steps
 
@@ -48,7 +50,7 @@ def grown(spec, rows_of_layers, key):
         if len(draft.frontier) == 0:
             break
         draft, condition = grow_one_layer(
-            draft, make_rows(len(draft.frontier)), spec, dice.ready(most_draws(draft, spec))
+            draft, whole_rows(make_rows(len(draft.frontier))), spec, dice.ready(most_draws(draft, spec))
         )
         assert condition == SOUND
         seen.append((draft.frontier.tolist(), float(draft.surest)))
@@ -97,10 +99,37 @@ def test_a_row_that_is_none_leaves_a_draft_as_it_was(name):
     rows[1, 2] = np.nan
     spec = spec_of(GROWTHS[name], NO_TRUNCATION, False)
     draft = start_growth(Forest.rooted([5, 6]), spec, live_beams(), DEPTH, WIDTH)
-    found, condition = grow_one_layer(draft, rows, spec, Dice(1).ready(99))
+    found, condition = grow_one_layer(draft, whole_rows(rows), spec, Dice(1).ready(99))
     assert condition == BROKEN
     assert found.frontier.tolist() == [0, 1]
     assert found.forest.size == 2
+
+
+@pytest.mark.parametrize("name", GROWTHS)
+def test_a_growth_by_lists_is_that_by_whole_rows_or_undecided(name):
+    undecided = 0
+    grown = 0
+    for cut in CUTS.values():
+        if not cut.cuts:
+            continue
+        spec = spec_of(GROWTHS[name], cut, False)
+        for key in range(6):
+            rows = rows_by_seed(key)(2)
+            draft = start_growth(Forest.rooted([5, 6]), spec, live_beams(), DEPTH, WIDTH)
+            expected, _ = grow_one_layer(draft, whole_rows(rows), spec, Dice(key).ready(99))
+            for count in (1, 3, VOCAB):
+                lists = listed_rows(rows, live_beams().keys, Listing(count, False, cut.temperature))
+                found, condition = grow_one_layer(draft, lists, spec, Dice(key).ready(99))
+                if condition == SOUND:
+                    assert_same_forests(found.forest, expected.forest)
+                    assert found.frontier.tolist() == expected.frontier.tolist()
+                    grown += 1
+                else:
+                    assert condition == UNDECIDED
+                    assert count < VOCAB
+                    undecided += 1
+    assert grown > 0
+    assert undecided > 0
 
 
 def texts_of(rng, settled, length):

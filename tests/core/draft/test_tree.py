@@ -17,13 +17,14 @@ from specbeam.core.draft.best_first import BestFirst, BestFirstDraws
 from specbeam.core.draft.caterpillar import Caterpillar
 from specbeam.core.draft.children import Best, BestAndOne, Distinct, Draws, Independent
 from specbeam.core.draft.tree import Branching, FixedTree, TreeDrafter, grow_layer, grow_tree, start_tree
-from specbeam.core.draft.turns import nodes_of
+from specbeam.core.draft.turns import DraftTask, nodes_of
 from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, Forest
 from specbeam.core.laws.edits import NO_EDITS
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.core.laws.reduce import BROKEN, SOUND
 from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
+from specbeam.core.ranked import WHOLE, whole_rows
 from specbeam.core.records import Shape
 from specbeam.core.session import Parts, Session
 from specbeam.core.verify.walk import MatchRule
@@ -104,7 +105,7 @@ def test_children_have_the_law_of_their_way_and_state_it(way, cut, law):
         spec = spec_of(Branching((count,), children), truncation)
 
         def program(dice, spec=spec):
-            draft, condition = grow_layer(start_tree(Forest.rooted([0]), 8), rows, spec, dice)
+            draft, condition = grow_layer(start_tree(Forest.rooted([0]), 8), whole_rows(rows), spec, dice)
             assert condition == SOUND
             return groups_of(draft.forest.siblings)
 
@@ -116,7 +117,9 @@ def test_at_temperature_zero_children_are_the_likeliest():
         spec = spec_of(Branching((3,), children), greedy=True)
         (outcome,) = exact_law(
             lambda dice, spec=spec: groups_of(
-                grow_layer(start_tree(Forest.rooted([0]), 8), logits_of(LAWS["spread"]), spec, dice)[0].forest.siblings
+                grow_layer(start_tree(Forest.rooted([0]), 8), whole_rows(logits_of(LAWS["spread"])), spec, dice)[
+                    0
+                ].forest.siblings
             )
         )
         assert outcome == (oracle.Group(CHOSEN, (1, 3, 0), ()),)
@@ -128,7 +131,9 @@ def test_a_constraint_takes_the_fallback_away():
     free, bound = (growth.spec(NO_TRUNCATION, NO_ENDS, False, constrained) for constrained in (False, True))
     counts = []
     for spec in (free, bound):
-        draft, _ = grow_layer(start_tree(Forest.rooted([0]), 8), logits_of(LAWS["sure"]), spec, Dice(1).ready(9))
+        draft, _ = grow_layer(
+            start_tree(Forest.rooted([0]), 8), whole_rows(logits_of(LAWS["sure"])), spec, Dice(1).ready(9)
+        )
         counts.append(len(draft.forest.siblings.tokens))
     assert counts == [2, 1]
 
@@ -145,7 +150,7 @@ def test_repeated_draws_share_a_node():
     """Odds (.5, .3, .2), uniforms .6, .6, .1: the second token twice, then the first."""
     spec = spec_of(Branching((3,), Independent()))
     dice = scripted(0.6, 0.6, 0.1)
-    draft, _ = grow_layer(start_tree(Forest.rooted([7]), 8), logits_of([0.5, 0.3, 0.2]), spec, dice)
+    draft, _ = grow_layer(start_tree(Forest.rooted([7]), 8), whole_rows(logits_of([0.5, 0.3, 0.2])), spec, dice)
     forest = draft.forest
     assert forest.tokens.tolist() == [7, 1, 0]
     assert forest.parents.tolist() == [-1, 0, 0]
@@ -164,11 +169,11 @@ def test_children_take_the_places_of_their_topology_in_draw_order():
     topology = (((), ()), ((),), ())
     spec = spec_of(FixedTree(topology, Distinct()), eos=(2,))
     dice = scripted(0.6, 0.8, 0.3, 0.1, 0.9)
-    draft, _ = grow_layer(start_tree(Forest.rooted([7]), 8), logits_of([0.5, 0.3, 0.2]), spec, dice)
+    draft, _ = grow_layer(start_tree(Forest.rooted([7]), 8), whole_rows(logits_of([0.5, 0.3, 0.2])), spec, dice)
     assert draft.forest.siblings.tokens.tolist() == [1, 2, 0]  # .6 of 1; .8 of .7; what is left
     assert draft.forest.siblings.nodes.tolist() == [1, -1, 2]
     assert draft.frontier.tolist() == [1, 2]
-    draft, _ = grow_layer(draft, logits_of([0.5, 0.3, 0.2], [0.5, 0.3, 0.2]), spec, dice)
+    draft, _ = grow_layer(draft, whole_rows(logits_of([0.5, 0.3, 0.2], [0.5, 0.3, 0.2])), spec, dice)
     forest = draft.forest
     assert [forest.path(node) for node in range(1, forest.size)] == [[1], [0], [1, 0]]
     assert forest.siblings.tokens.tolist() == [1, 2, 0, 0, 2]
@@ -180,7 +185,9 @@ def test_children_take_the_places_of_their_topology_in_draw_order():
 
 def test_what_a_law_cannot_supply_has_no_draft_odds():
     spec = spec_of(Branching((3,), Distinct(fallback=True)))
-    draft, _ = grow_layer(start_tree(Forest.rooted([7]), 8), logits_of([1.0, 0.0, 0.0]), spec, scripted(0.5, 0.7, 0.2))
+    draft, _ = grow_layer(
+        start_tree(Forest.rooted([7]), 8), whole_rows(logits_of([1.0, 0.0, 0.0])), spec, scripted(0.5, 0.7, 0.2)
+    )
     forest = draft.forest
     assert forest.tokens.tolist() == [7, 0, 2, 1]
     assert forest.siblings.draw_ends.tolist() == [1, 3]
@@ -189,17 +196,21 @@ def test_what_a_law_cannot_supply_has_no_draft_odds():
 
 def test_the_drawn_one_is_tried_first_and_takes_the_first_place():
     spec = spec_of(FixedTree(((), ((),), ()), BestAndOne()))
-    draft, _ = grow_layer(start_tree(Forest.rooted([7]), 8), logits_of([0.5, 0.3, 0.2]), spec, scripted(0.5))
+    draft, _ = grow_layer(
+        start_tree(Forest.rooted([7]), 8), whole_rows(logits_of([0.5, 0.3, 0.2])), spec, scripted(0.5)
+    )
     assert draft.forest.siblings.tokens.tolist() == [2, 0, 1]
     assert draft.forest.siblings.kinds.tolist() == [DISTINCT, CHOSEN]
-    draft, _ = grow_layer(draft, logits_of(*[[0.5, 0.3, 0.2]] * 3), spec, scripted(0.5))
+    draft, _ = grow_layer(draft, whole_rows(logits_of(*[[0.5, 0.3, 0.2]] * 3)), spec, scripted(0.5))
     assert [draft.forest.path(node) for node in (4,)] == [[0, 1]]  # the second drawn: the likeliest
 
 
 def test_nodes_after_which_all_is_banned_are_leaves():
     spec = spec_of(Branching((2,), Distinct()))
     draft = start_tree(Forest.rooted([7, 8]), 8)
-    draft, condition = grow_layer(draft, logits_of([0.0, 0.0, 0.0], [0.5, 0.3, 0.2]), spec, Dice(1).ready(9))
+    draft, condition = grow_layer(
+        draft, whole_rows(logits_of([0.0, 0.0, 0.0], [0.5, 0.3, 0.2])), spec, Dice(1).ready(9)
+    )
     assert condition == SOUND
     assert draft.forest.siblings.parents.tolist() == [1]
     assert draft.forest.parents[2:].tolist() == [1, 1]
@@ -211,7 +222,7 @@ def test_a_row_that_is_none_leaves_the_tree_as_it_was(value):
     draft = start_tree(Forest.rooted([7, 8]), 8)
     rows = np.zeros((2, 5), dtype=np.float32)
     rows[1, 3] = value
-    found, condition = grow_layer(draft, rows, spec, Dice(1).ready(9))
+    found, condition = grow_layer(draft, whole_rows(rows), spec, Dice(1).ready(9))
     assert condition == BROKEN
     assert_same_forests(found.forest, draft.forest)
 
@@ -235,9 +246,9 @@ def test_the_compiled_layer_is_its_source(name, cut):
             if layer == 1 and key % 2:
                 rows[:1] = -np.inf  # no row is left where all draws ended
             count = int(spec.counts[found.places].sum())
-            found, condition = grow_layer(found, rows, spec, dice.ready(count))
+            found, condition = grow_layer(found, whole_rows(rows), spec, dice.ready(count))
             with source_of_steps():
-                expected, same = grow_layer(expected, rows, spec, other.ready(count))
+                expected, same = grow_layer(expected, whole_rows(rows), spec, other.ready(count))
             assert condition == same == SOUND
             assert_same_forests(found.forest, expected.forest, near=1e-5)
             assert found.frontier.tolist() == expected.frontier.tolist()
@@ -269,8 +280,10 @@ def test_a_tree_in_one_loop_is_the_tree_layer_by_layer_and_that_of_the_source(pa
     spec = drafter.spec(session)
     dice = session.dice.ready(nodes_of(spec, 1, 3, 0))
     spent = np.zeros(2, dtype=np.int64)
+    roots = Forest.rooted([3])
+    task = DraftTask(roots, session.beams, session.texts, 3, 1, NO_EDITS, WHOLE)
     with source_of_steps(), passes_that_give(tree_steps, rows):
-        draft, condition = grow_tree(None, start_tree(Forest.rooted([3]), 16), 0, 3, spec, NO_EDITS, dice, spent)
+        draft, condition = grow_tree(None, start_tree(roots, 16), task, spec, dice, spent)
     uniforms.append(session.dice.uniform((3,)).tolist())
     assert condition == SOUND
     assert spent[0] == len(rows)

@@ -15,12 +15,14 @@ from specbeam.core.dice import Dice, Uniforms
 from specbeam.core.draft import beams as draft_steps
 from specbeam.core.draft.beams import DrawnLayers, SearchedLayers, SharedLayers, start_draft
 from specbeam.core.draft.tree import grow_layer, start_tree
-from specbeam.core.forest import Forest, KnownRows, no_frontier_rows, turn_rows, unknown_nodes
+from specbeam.core.forest import Forest, KnownRows, no_frontier_rows, scored_rows_of, turn_rows, unknown_nodes
 from specbeam.core.laws import joint
 from specbeam.core.laws.evidence import no_evidence
+from specbeam.core.laws.listing import listed_rows
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
-from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND
-from specbeam.core.ranked import whole_rows
+from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, UNDECIDED
+from specbeam.core.ranked import Listing, whole_rows
+from specbeam.core.turn_steps import keys_in
 from specbeam.core.verify import beams as judge_steps
 from specbeam.core.verify import traversal, walk
 from specbeam.core.verify.beams import SearchSpec, SharedSpec, TriedSpec
@@ -157,7 +159,7 @@ def random_tree(rng, growth, truncation, greedy=False):
             break
         count = int(spec.counts[draft.places].sum())
         dice = Dice(int(rng.integers(2**60))).ready(count)
-        draft, condition = grow_layer(draft, near(rng, rows[draft.frontier]), spec, dice)
+        draft, condition = grow_layer(draft, whole_rows(near(rng, rows[draft.frontier])), spec, dice)
         assert condition == SOUND
         rows = np.concatenate((rows, random_rows(rng, len(draft.forest.tokens) - len(rows))))
     return rows, draft.forest, random_beams(rng, 1)
@@ -179,7 +181,9 @@ def test_walks_and_climbs_are_those_of_the_source(name, cut):
         ]
         specs.append((lambda: traversal.climb, ClimbSpec(False, CUTS[cut], stop)))
         for step_of, spec in specs:
-            layers, condition, used = judged_alike(step_of, Inputs(rows, forest, live, spec, is_audited=is_audited))
+            layers, condition, used = judged_alike(
+                step_of, Inputs(scored_rows_of(forest, rows), forest, live, spec, is_audited=is_audited)
+            )
             assert condition == SOUND
             assert 1 <= layers.size <= LAYERS + 1
             passed += int(layers.passed.sum())
@@ -195,12 +199,14 @@ def test_nothing_is_drawn_at_temperature_zero(name):
         rows, forest, live = random_tree(rng, GROWTHS[name], NO_TRUNCATION, greedy=True)
         for way in (TRY, MATCH_BY_NOISE):
             spec = WalkSpec(way, True, NO_TRUNCATION, stop_of())
-            layers, _, used = judged_alike(lambda: walk.walk_down, Inputs(rows, forest, live, spec))
+            layers, _, used = judged_alike(
+                lambda: walk.walk_down, Inputs(scored_rows_of(forest, rows), forest, live, spec)
+            )
             assert used == 0
             nodes = layers.parents.tolist()
             assert layers.beams.tokens.tolist() == [int(rows[node].argmax()) for node in nodes]
         spec = ClimbSpec(True, NO_TRUNCATION, stop_of())
-        climbed, _, _ = judged_alike(lambda: traversal.climb, Inputs(rows, forest, live, spec))
+        climbed, _, _ = judged_alike(lambda: traversal.climb, Inputs(scored_rows_of(forest, rows), forest, live, spec))
         assert climbed.beams.tokens.tolist() == layers.beams.tokens.tolist()
 
 
@@ -220,11 +226,51 @@ def test_rows_without_a_law_stop_a_walk_where_it_stands(value, expected):
                 (lambda: traversal.climb, ClimbSpec(False, NO_TRUNCATION, stop_of())),
             ]
             for step_of, spec in steps:
-                layers, condition, _ = judged_alike(step_of, Inputs(broken, forest, live, spec))
+                layers, condition, _ = judged_alike(step_of, Inputs(scored_rows_of(forest, broken), forest, live, spec))
                 conditions.append(condition)
                 if place == slice(0, 1):
                     assert (condition, layers.size) == (expected, 0)
     assert {SOUND, expected} == set(conditions)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", ["chain", "distinct"])
+def test_walks_by_lists_are_those_by_whole_rows_or_undecided(name, cut):
+    """Short lists leave some turns undecided; long ones decide all turns whose rule asks for this kind of list."""
+    rng = np.random.default_rng(3 * len(name) + len(cut))
+    seen = set()
+    for _ in range(20):
+        rows, forest, live = random_tree(rng, GROWTHS[name], CUTS[cut])
+        keys = keys_in(forest, live)
+        for by_noise in (False, True):
+            for way in (TRY, MATCH_BY_NOISE, MATCH_BY_DICE, "climb", "greedy"):
+                step_of, spec = judge_of(way, CUTS[cut])
+                whole = Inputs(scored_rows_of(forest, rows), forest, live, spec, is_audited=False)
+                expected, _, _ = judged_alike(step_of, whole)
+                for count in (1, 3, VOCAB):
+                    lists = listed_rows(rows, keys, Listing(count, by_noise, CUTS[cut].temperature))
+                    turn = turn_rows(lists, forest.size, forest.known)
+                    found = Inputs(turn, forest, live, spec, is_audited=False)
+                    layers, condition, _ = judged_alike(step_of, found)
+                    seen.add((by_noise, way, count, condition))
+                    if condition == SOUND:
+                        assert_same_numbers(tuple(layers), tuple(expected))
+    untruncated = not CUTS[cut].cuts
+    for way in (TRY, MATCH_BY_NOISE, MATCH_BY_DICE, "climb", "greedy"):
+        by_noise = untruncated and way == MATCH_BY_NOISE
+        is_of_list = by_noise or way == "greedy" or not untruncated
+        outcomes = {condition for noise, one, count, condition in seen if (noise, one, count) == (by_noise, way, VOCAB)}
+        assert outcomes == ({SOUND} if is_of_list else {UNDECIDED})
+    assert {condition for *_, count, condition in seen if count == 3} == {SOUND, UNDECIDED}
+
+
+def judge_of(way, truncation):
+    """Return a function that gives the step of a rule for one sequence, and the rule's spec."""
+    if way == "climb":
+        return lambda: traversal.climb, ClimbSpec(False, truncation, stop_of())
+    if way == "greedy":
+        return lambda: walk.walk_down, WalkSpec(TRY, True, truncation, stop_of())
+    return lambda: walk.walk_down, WalkSpec(way, False, truncation, stop_of())
 
 
 # Beams: `judge` on layers.

@@ -458,7 +458,7 @@ def draft_layers(
     to draw from, DEAD or BROKEN is returned in place of SOUND; UNDECIDED if a layer cannot be chosen from lists of tokens.
 
     Args:
-        model: the cache of a session in a model that compiled steps can run, see `core.passes.run_pass`.
+        model: the cache of a session in a model that compiled steps can run, see `core.passes.run_ranked_pass`.
         drafted: a draft; the known rows of its forest are already edited.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """

@@ -30,8 +30,8 @@ from specbeam.core.draft.tree import (
 from specbeam.core.draft.turns import Cut, nodes_of, uniforms_of
 from specbeam.core.forest import CHOSEN, Forest, depths_of, groups_without_laws, start_of
 from specbeam.core.laws.ranking import Truncation, sorted_places
-from specbeam.core.laws.reduce import BROKEN, SOUND, exponentials
-from specbeam.core.laws.rows import token_at
+from specbeam.core.laws.reduce import BROKEN, SOUND, UNDECIDED, exponentials
+from specbeam.core.laws.rows import is_law_decided, token_at
 from specbeam.core.steps import Array, borrowed, open_step, step
 
 
@@ -106,6 +106,8 @@ def _considered(draft: BestFirstDraft, rows: Any, spec: BestFirstSpec) -> tuple[
             continue
         node = draft.frontier[number]
         law = law_after(rows, number, spec.truncation)
+        if not is_law_decided(law):
+            return Candidates(values[:0], parents[:0], tokens[:0], logp[:0]), UNDECIDED
         for place in likeliest_places(law.logp, spec.top):
             token = token_at(law, place)
             if is_end(token, spec.eos):
@@ -397,7 +399,7 @@ def grow_draws(draft: DrawsDraft, rows: Any, spec: DrawsSpec, dice: Any) -> tupl
     """Return a tree with one more layer of draws; see `grow_one_layer`."""
     frontier = len(draft.frontier)
     law_ends = np.empty(frontier, dtype=np.int64)
-    odds = np.empty(frontier * rows.shape[1])
+    odds = np.empty(frontier * rows.vocab)
     end = 0
     for number in range(frontier):
         condition = condition_after(rows, number)
@@ -405,6 +407,8 @@ def grow_draws(draft: DrawsDraft, rows: Any, spec: DrawsSpec, dice: Any) -> tupl
             return draft, BROKEN
         if condition == SOUND:
             law = law_after(rows, number, spec.truncation)
+            if not is_law_decided(law):
+                return draft, UNDECIDED
             copy_numbers(odds[end:], exponentials(law.logp))
             end += len(law.logp)
         law_ends[number] = end

@@ -32,8 +32,8 @@ from specbeam.core.draft.tree import (
 from specbeam.core.draft.turns import Cut, nodes_of, uncut
 from specbeam.core.forest import CHOSEN, DISTINCT, Forest
 from specbeam.core.laws.ranking import Truncation
-from specbeam.core.laws.reduce import BROKEN, SOUND, exponentials
-from specbeam.core.laws.rows import RowLaw
+from specbeam.core.laws.reduce import BROKEN, SOUND, UNDECIDED, exponentials
+from specbeam.core.laws.rows import RowLaw, is_law_decided
 from specbeam.core.steps import Array, borrowed, step
 
 Counts = tuple[tuple[float, int], ...]  # (odds, number of children), by descending odds; the first exceeded odds count
@@ -119,6 +119,8 @@ def grow_chains(draft: CaterpillarDraft, rows: Any, spec: CaterpillarSpec, dice:
             return draft, BROKEN
         if condition == SOUND:
             law = law_after(rows, number, spec.truncation)
+            if not is_law_decided(law):
+                return draft, UNDECIDED
             grown = _with_family(grown, draft.frontier[number], law, spec, dice)
     surest = grown.surest if grown.surest >= 0 else 1.0
     return _with_frontier(grown, grown.frontier, surest), SOUND

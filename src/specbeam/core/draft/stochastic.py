@@ -33,7 +33,8 @@ from specbeam.core.draft.tree import (
 from specbeam.core.draft.turns import uniforms_of
 from specbeam.core.forest import Forest
 from specbeam.core.laws.ranking import Truncation
-from specbeam.core.laws.reduce import BROKEN, SOUND
+from specbeam.core.laws.reduce import BROKEN, SOUND, UNDECIDED
+from specbeam.core.laws.rows import is_law_decided
 from specbeam.core.noise import with_largest
 from specbeam.core.steps import Array, borrowed, step
 
@@ -120,6 +121,8 @@ def grow_stochastic(draft: StochasticDraft, rows: Any, spec: StochasticSpec, dic
         if condition != SOUND:
             continue
         law = law_after(rows, number, spec.truncation)
+        if not is_law_decided(law):
+            return draft, UNDECIDED
         path = draft.paths[number]
         if spec.greedy:
             places = likeliest_places(law.logp, width)

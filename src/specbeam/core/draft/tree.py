@@ -29,7 +29,16 @@ from specbeam.core.draft.children import (
     Children,
     Draws,
 )
-from specbeam.core.draft.turns import Cut, DraftTask, draft_turn, keep_tosses, learn_from, nodes_of, tosses_of, uncut
+from specbeam.core.draft.turns import (
+    Cut,
+    DraftTask,
+    draft_turn,
+    keep_tosses,
+    learn_from,
+    nodes_of,
+    tosses_of,
+    uncut,
+)
 from specbeam.core.errors import BrokenProcessor
 from specbeam.core.forest import (
     CHOSEN,
@@ -42,14 +51,15 @@ from specbeam.core.forest import (
     drafted_layers,
     with_groups,
 )
-from specbeam.core.laws.edits import Edits, edited_rows
-from specbeam.core.laws.ranking import Truncation, largest
-from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, condition_of_row, exponentials
-from specbeam.core.laws.rows import RowLaw, row_law, token_at
+from specbeam.core.laws.edits import edited_rows
+from specbeam.core.laws.listing import listing_for
+from specbeam.core.laws.ranking import Truncation, cuts, largest
+from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, UNDECIDED, condition_of_norm, condition_of_row, exponentials
+from specbeam.core.laws.rows import RowLaw, is_law_decided, law_of_row, token_at
 from specbeam.core.laws.warp import Rows, on_host, processed_rows, row_laws
 from specbeam.core.lm import LM, fill_prompts, takes_a_pass
-from specbeam.core.passes import run_pass
-from specbeam.core.ranked import whole_rows
+from specbeam.core.passes import Asked, run_ranked_pass
+from specbeam.core.ranked import Listing, Ranked, are_whole, whole_rows
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, open_step, step, verb
@@ -216,10 +226,11 @@ def law_after(rows: Any, number: int, truncation: Truncation) -> RowLaw:
     return found
 
 
-@law_after.of(np.ndarray)
-def law_after_array(rows: Array, number: int, truncation: Truncation) -> RowLaw:
-    """Return the law that a truncation makes of a row of an array; see `law_after`."""
-    return row_law(rows[number], truncation)
+@law_after.of(Ranked)
+@step
+def law_after_row(rows: Ranked, number: int, truncation: Truncation) -> RowLaw:
+    """Return the law that a truncation makes of a row, without tokens if a list does not decide it; see `law_after`."""
+    return law_of_row(rows, number, truncation)
 
 
 @verb(0)
@@ -228,10 +239,13 @@ def condition_after(rows: Any, number: int) -> int:
     return DEAD if rows.laws[number] is None else SOUND
 
 
-@condition_after.of(np.ndarray)
-def condition_after_array(rows: Array, number: int) -> int:
-    """Return the condition of a row of an array; see `condition_after`."""
-    return condition_of_row(rows[number])
+@condition_after.of(Ranked)
+@step
+def condition_after_row(rows: Ranked, number: int) -> int:
+    """Return the condition of a row; see `condition_after`."""
+    if are_whole(rows):
+        return condition_of_row(rows.logits[number])
+    return condition_of_norm(rows.norms[number])
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +253,7 @@ class FrontierLaws:
     """The laws of a frontier that Python makes, in place of its rows; None after a node without allowed tokens."""
 
     laws: list[RowLaw | None]
-    shape: tuple[int, int]  # of the rows
+    vocab: int
 
 
 class Parent(NamedTuple):
@@ -257,10 +271,10 @@ class Parent(NamedTuple):
 def grow_layer(draft: TreeDraft, rows: Any, spec: TreeSpec, dice: Any) -> tuple[TreeDraft, int]:
     """Return a tree with one more layer, and SOUND; or the same tree, and BROKEN if a row holds NaN or +inf.
 
-    A node after which everything is banned is a leaf.
+    A node after which everything is banned is a leaf. UNDECIDED is returned if a list does not decide a law.
 
     Args:
-        rows: float[frontier, vocab], logits of the frontier, after the processors; or a `FrontierLaws`.
+        rows: the rows of the frontier, after the processors; or a `FrontierLaws`.
     """
     forest = draft.forest
     used = len(forest.siblings.law_odds)
@@ -269,7 +283,7 @@ def grow_layer(draft: TreeDraft, rows: Any, spec: TreeSpec, dice: Any) -> tuple[
     for place in draft.places:
         draws += spec.counts[place]
     born = room_for_children(len(forest.tokens), draws, 2 * len(draft.frontier))
-    vocab = rows.shape[1]
+    vocab = rows.vocab
     for number in range(len(draft.frontier)):
         node = draft.frontier[number]
         place = draft.places[number]
@@ -282,6 +296,8 @@ def grow_layer(draft: TreeDraft, rows: Any, spec: TreeSpec, dice: Any) -> tuple[
         if condition != SOUND:
             continue
         law = law_after(rows, number, spec.truncation)
+        if not is_law_decided(law):
+            return draft, UNDECIDED
         stated = max(len(law.logp), vocab if spec.way == STRUCK_OUT_THEN_ANY else 0)
         laws = with_room_for_laws(laws, used + 2 * stated)
         parent = Parent(node, logq_of(forest, node), count, spec.first[place], spec.apart, born.sizes[NODES])
@@ -499,7 +515,7 @@ def add_draws(forest: Forest, frontier: Array, rows: Any, drawn: LayerDraws, spe
             close_group(born, DISTINCT, node, used)
     nodes = born.sizes[NODES]
     new = born.size + np.arange(nodes)
-    grown = with_layer(forest, born, laws, used, rows.shape[1])
+    grown = with_layer(forest, born, laws, used, rows.vocab)
     return DrawnLayer(grown, new, born.places[:nodes], logp, laws, surest_of(born))
 
 
@@ -520,11 +536,13 @@ def start_growth(roots: Forest, spec: Any, live: Beams, depth: int, width: int) 
 
 
 @verb(2, has_body=False)
-def grow_one_layer(draft: Any, rows: Array, spec: Any, dice: Any) -> tuple[Any, int]:  # type: ignore[empty-body]
-    """Return a draft with one more layer, and SOUND; or the same draft, and BROKEN if a row holds NaN or +inf.
+def grow_one_layer(draft: Any, rows: Ranked, spec: Any, dice: Any) -> tuple[Any, int]:  # type: ignore[empty-body]
+    """Return a draft with one more layer, and SOUND; or the same draft, and the reason.
+
+    The reason is BROKEN if a row holds NaN or +inf, or UNDECIDED if a list does not decide a law.
 
     Args:
-        rows: float[frontier, vocab], logits of the frontier, after the processors.
+        rows: the rows of the frontier, after the processors.
     """
 
 
@@ -567,7 +585,7 @@ def grow_layer_in_python(draft: TreeDraft, rows: Any, spec: OwnChildrenSpec, dic
     groups = [group for _, _, family in families for group in family]
     born = room_for_children(forest.size, sum(len(group.tokens) for group in groups), len(groups))
     used = len(forest.siblings.law_odds)
-    laws = with_room_for_laws(draft.laws, used + len(groups) * rows.shape[1])
+    laws = with_room_for_laws(draft.laws, used + len(groups) * rows.vocab)
     for number, law, family in families:
         node = draft.frontier[number]
         place = draft.places[number]
@@ -583,37 +601,70 @@ def grow_layer_in_python(draft: TreeDraft, rows: Any, spec: OwnChildrenSpec, dic
                 kind = INDEPENDENT if group.replacement else DISTINCT
                 used = state_law(law, group.law, laws, used)
             close_group(born, kind, node, used)
-    return _with_children(draft, born, laws, used, rows.shape[1]), SOUND
+    return _with_children(draft, born, laws, used, rows.vocab), SOUND
 
 
 @step
-def grow_tree(
-    model: Any, draft: Any, answered: int, depth: int, spec: Any, edits: Edits, dice: Any, spent: Array
-) -> tuple[Any, int]:
-    """Return a tree with up to `depth` more layers, and SOUND; or BROKEN if a row of logits holds NaN or +inf.
+def wants_whole_rows(listing: Listing, truncation: Truncation) -> bool:
+    """Return whether the truncated laws of single rows cannot be decided from lists of this kind."""
+    return listing.length == 0 or listing.by_noise or not cuts(truncation)
 
-    It has fewer layers if no node can have children, or if `spec.stops` ends it.
+
+@step
+def asked_by_tree(draft: Any, answered: int) -> Asked:
+    """Return the rows that the next layer of a tree needs of the draft model.
 
     Args:
-        model: the cache of a session in a model that compiled steps can run, see `core.passes.run_pass`.
-        draft, spec: a draft and its spec, of a kind that has a step `grow_one_layer`.
         answered: number of forest nodes that have been scored in this turn.
-        edits: changes of the model's rows.
+    """
+    forest = draft.forest
+    wanted = np.arange(answered, len(forest.tokens))
+    keys = np.zeros(len(wanted), dtype=np.uint64)  # lists by noise are not asked for
+    return Asked(forest.tokens, forest.parents, wanted, keys)
+
+
+@step
+def with_next_layer(draft: Any, rows: Ranked, asked: Asked, spec: Any, task: DraftTask, dice: Any) -> tuple[Any, int]:
+    """Return a tree with one more layer, and SOUND; or the tree itself and the reason, see `grow_one_layer`.
+
+    Args:
+        rows: the rows of the draft model that `asked` names.
+    """
+    edited = edited_rows(rows, asked.wanted, asked.tokens, asked.parents, task.edits)
+    return grow_one_layer(draft, edited, spec, dice)
+
+
+@step
+def may_grow(draft: Any, spec: Any) -> bool:
+    """Return whether a tree with a new layer may get another one: whether it has leaves and the controller goes on."""
+    return len(draft.frontier) > 0 and goes_on(spec.stops, draft.surest)
+
+
+@step
+def grow_tree(model: Any, draft: Any, task: DraftTask, spec: Any, dice: Any, spent: Array) -> tuple[Any, int]:
+    """Return a tree with up to `task.depth` more layers, and SOUND; or BROKEN if a row of logits holds NaN or +inf.
+
+    UNDECIDED is returned if a list does not decide a law. A tree has fewer layers if no node can have children, or if
+    `spec.stops` ends it.
+
+    Args:
+        model: the cache of a session in a model that compiled steps can run, see `core.passes.run_ranked_pass`.
+        draft, spec: a draft and its spec, of a kind that has a step `grow_one_layer`.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
     begin_draft(spec.stops)
-    for _ in range(depth):
+    whole = wants_whole_rows(task.listing, spec.truncation)
+    answered = 0
+    for _ in range(task.depth):
         if len(draft.frontier) == 0:
             break
-        forest = draft.forest
-        wanted = np.arange(answered, len(forest.tokens))
-        rows = run_pass(model, forest.tokens, forest.parents, wanted, spent)
-        rows = edited_rows(whole_rows(rows), wanted, forest.tokens, forest.parents, edits).logits
-        answered = len(forest.tokens)
-        draft, condition = grow_one_layer(draft, rows, spec, dice)
+        asked = asked_by_tree(draft, answered)
+        rows = run_ranked_pass(model, asked.tokens, asked.parents, asked.wanted, asked.keys, whole, spent)
+        answered = len(asked.tokens)
+        draft, condition = with_next_layer(draft, rows, asked, spec, task, dice)
         if condition != SOUND:
             return draft, condition
-        if len(draft.frontier) > 0 and not goes_on(spec.stops, draft.surest):
+        if not may_grow(draft, spec):
             break
     return draft, SOUND
 
@@ -622,7 +673,7 @@ def grow_tree(
 def draft_tree(drafts: Any, model: Any, task: DraftTask, dice: Any, spent: Array) -> tuple[Cut, int]:
     """Grow a tree under each root; see `draft_turn`."""
     begun = start_growth(task.roots, drafts, task.live, task.depth, task.width)
-    draft, condition = grow_tree(model, begun, 0, task.depth, drafts, task.edits, dice, spent)
+    draft, condition = grow_tree(model, begun, task, drafts, dice, spent)
     return finish_growth(draft, drafts), condition
 
 
@@ -776,6 +827,16 @@ class TreeDrafter:
         spec = self._spec_of_layers(session)
         return None if isinstance(spec, OwnChildrenSpec) else spec
 
+    def listing(self, session: Session, width: int) -> Listing | None:
+        """Return the lists of tokens that decide the draft's laws; None if it reads whole rows of its model.
+
+        The target's rows are not read, so they may be lists in any case.
+        """
+        warp = session.warp
+        if warp.greedy or not warp.cut.cuts:
+            return None
+        return listing_for(warp.cut, False, 1)
+
     def _spec_of_layers(self, session: Session) -> Any:
         """Return the spec by which steps add a layer, given the rows or laws of the frontier; None if Python adds it."""
         if not hasattr(self.growth, "spec"):
@@ -870,9 +931,9 @@ def _grow_by_steps(tree: GrowingTree, rows: Rows, spec: Any) -> float:
         dice = session.dice.ready(most_draws(tree.draft, spec))
     grow = grow_one_layer.step_of(type(spec))
     rows = tree.processed(rows)
-    frontier: Any = rows
+    frontier: Any = whole_rows(rows)
     if session.warp.others and not session.warp.greedy:
-        frontier = FrontierLaws(row_laws(rows, session.warp), rows.shape)
+        frontier = FrontierLaws(row_laws(rows, session.warp), rows.shape[1])
         grow = getattr(grow, "py_func", grow)
     tree.draft, condition = grow(tree.draft, frontier, spec, dice)
     if condition == BROKEN:

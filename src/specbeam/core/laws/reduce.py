@@ -93,6 +93,14 @@ def _condition_by_precision(row: Any) -> Any:
 
 
 @step
+def condition_of_norm(norm: float) -> int:
+    """Return whether a row with this logsumexp is SOUND, DEAD or BROKEN; see `log_norm`."""
+    if not norm < np.inf:
+        return BROKEN
+    return SOUND if norm > -np.inf else DEAD
+
+
+@step
 def norms_left_out(logits: Array) -> Array:
     """Return norms for unnormalised rows, float64[rows]: 0; -inf for rows of -inf; NaN for rows with NaN or +inf."""
     norms = np.zeros(len(logits))

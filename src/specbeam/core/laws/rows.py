@@ -4,8 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specbeam.core.laws.ranking import Truncation, ascending, cuts, kept_pairs
+from specbeam.core.laws.ranking import Truncation, ascending, cuts, kept_of_rows, kept_pairs
 from specbeam.core.laws.reduce import BROKEN, condition_of_row, exponentials, log_norm
+from specbeam.core.noise import gumbel
+from specbeam.core.ranked import Ranked, are_whole
 from specbeam.core.steps import Array, step
 
 NO_SHIFT = np.zeros(1)
@@ -106,12 +108,54 @@ def row_law(row: Array, truncation: Truncation) -> RowLaw:
     if truncation.top_k == 0:
         log_total = log_norm(scaled)[0]
     tokens = ascending(kept_pairs(rows, NO_SHIFT, 0.0, truncation, log_total))
-    logp = np.empty(len(tokens))
-    for place in range(len(tokens)):
-        logp[place] = np.float64(row[tokens[place]]) / temperature
+    return RowLaw(tokens, _normalised(row, tokens, temperature), len(row))
+
+
+@step
+def _normalised(row: Array, places: Array, temperature: float) -> Array:
+    """Return the log-probabilities of the law on these places of a row alone, float64[places]."""
+    logp = np.empty(len(places))
+    for number in range(len(places)):
+        logp[number] = np.float64(row[places[number]]) / temperature
     top = logp.max()
     total = np.exp(logp - top).sum()
-    return RowLaw(tokens, logp - (top + np.log(total)), len(row))
+    return logp - (top + np.log(total))
+
+
+@step
+def law_of_row(rows: Ranked, number: int, truncation: Truncation) -> RowLaw:
+    """Return the truncated law of row `number`, which must be SOUND; a law without tokens if a list does not decide it."""
+    if are_whole(rows):
+        return row_law(rows.logits[number], truncation)
+    none = np.empty(0, dtype=np.int64)
+    undecided = RowLaw(none, np.empty(0), rows.vocab)
+    if rows.by_noise or not cuts(truncation):
+        return undecided
+    log_total = np.nan
+    if truncation.top_k == 0:
+        log_total = rows.warm[number]
+    listed = rows.logits[number : number + 1]
+    rest = rows.rest[number : number + 1]
+    kept, is_decided = kept_of_rows(listed, rest, NO_SHIFT, 0.0, truncation, log_total)
+    if not is_decided:
+        return undecided
+    places = ascending(kept)
+    logp = _normalised(listed[0], places, truncation.temperature)
+    return RowLaw(rows.tokens[number][places], logp, rows.vocab)
+
+
+@step
+def is_law_decided(law: RowLaw) -> bool:
+    """Return whether a law was decided; see `law_of_row`."""
+    return len(law.logp) > 0
+
+
+@step
+def logit_of(rows: Ranked, number: int, token: int) -> float:
+    """Return the logit of a token in row `number`, which must list it."""
+    if are_whole(rows):
+        return np.float64(rows.logits[number, token])
+    return np.float64(rows.logits[number, place_in(rows.tokens[number], token)])
 
 
 @step
@@ -121,9 +165,40 @@ def best_token(row: Array) -> int:
 
 
 @step
-def greedy_law(row: Array) -> RowLaw:
-    """Return the law of temperature 0 for a row of logits: probability 1 for the best token."""
-    return RowLaw(np.full(1, best_token(row)), np.zeros(1), len(row))
+def best_token_of_row(rows: Ranked, number: int) -> int:
+    """Return the token of the largest logit of row `number`, the first one if several are equal; -1 if undecided."""
+    place = best_token(rows.logits[number])
+    if are_whole(rows):
+        return place
+    if rows.by_noise or not rows.logits[number, place] >= rows.rest[number]:
+        return -1
+    return rows.tokens[number, place]
+
+
+@step
+def best_under_noise(rows: Ranked, number: int, tokens: Array, temperature: float, key: Array) -> tuple[int, float]:
+    """Return the token of largest logit / temperature + noise, and this value; -1 if all logits are -inf.
+
+    Args:
+        tokens: int64[n], ascending, tokens of row `number`.
+        key: uint64, of the path that the row continues.
+    """
+    best = -1
+    most = -np.inf
+    for token in tokens:
+        logit = logit_of(rows, number, token)
+        if logit > -np.inf:
+            value = logit / temperature + gumbel(key, token)
+            if value > most:
+                most = value
+                best = token
+    return best, most
+
+
+@step
+def greedy_law(token: int, vocab: int) -> RowLaw:
+    """Return the law of temperature 0: probability 1 for the best token."""
+    return RowLaw(np.full(1, token), np.zeros(1), vocab)
 
 
 @step

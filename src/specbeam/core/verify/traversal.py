@@ -13,8 +13,9 @@ from specbeam.core.forest import Forest, GroupsUnder, Siblings, groups_by_node, 
 from specbeam.core.laws.evidence import Evidence, gathers, note_acceptance
 from specbeam.core.laws.named import EXACT
 from specbeam.core.laws.ranking import Truncation
-from specbeam.core.laws.reduce import SOUND, exponentials
-from specbeam.core.laws.rows import RowLaw, greedy_law
+from specbeam.core.laws.reduce import SOUND, UNDECIDED, condition_of_norm, exponentials
+from specbeam.core.laws.rows import RowLaw, best_token_of_row, greedy_law, is_law_decided
+from specbeam.core.ranked import Listing
 from specbeam.core.records import Verdict
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, open_step, step
@@ -25,16 +26,15 @@ from specbeam.core.verify.walk import (
     WalkInputs,
     check_has_laws,
     checked,
-    condition_of_norm,
     drafts_under,
     emit_path,
     emitted_layers,
     is_drafted,
     law_at_row,
+    listing_of_law,
     norm_of,
     row_at,
     start_walk,
-    with_fresh_rows,
 )
 
 
@@ -103,14 +103,22 @@ def pop(path: Path) -> None:
 
 @open_step
 def owe(path: Path, rows: Any, spec: ClimbSpec) -> int:
-    """Compute the law after the newest node, unless it is known. Returns SOUND, DEAD or BROKEN."""
+    """Compute the law after the newest node, unless it is known. Returns SOUND, DEAD, BROKEN or UNDECIDED."""
     top = len(path.nodes) - 1
     if len(path.owed[top]) > 0:
         return SOUND
     row = row_at(rows, path.nodes[top])
     condition = condition_of_norm(norm_of(row))
     if condition == SOUND:
-        law = greedy_law(row) if spec.greedy else law_at_row(rows, row, spec.truncation)
+        if spec.greedy:
+            token = best_token_of_row(row, 0)
+            if token < 0:
+                return UNDECIDED
+            law = greedy_law(token, row.vocab)
+        else:
+            law = law_at_row(rows, row, spec.truncation)
+        if not is_law_decided(law):
+            return UNDECIDED
         path.owed[top] = exponentials(law.logp)
         path.tokens[top] = law.tokens
     return condition
@@ -174,7 +182,7 @@ def drop(path: Path, groups: Siblings, under: GroupsUnder) -> None:
 def descend(
     path: Path, rows: Any, groups: Siblings, under: GroupsUnder, spec: ClimbSpec, evidence: Evidence, is_audited: bool
 ) -> int:
-    """Follow the first drafts that have not failed to a leaf. Returns SOUND, or DEAD or BROKEN if a node has no law."""
+    """Follow the first drafts that have not failed to a leaf. Returns SOUND, or the condition of a node without a law."""
     top = len(path.nodes) - 1
     while path.nodes[top] >= 0 and path.groups[top] >= 0:
         condition = owe(path, rows, spec)
@@ -240,11 +248,7 @@ def climb(spec: ClimbSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, obse
     return emitted_layers(walk), SOUND
 
 
-@verify_turn.of(ClimbSpec)
-@step
-def verify_climb(rule: ClimbSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, observer: Any) -> tuple[Layers, int]:
-    """Judge a tree from its leaves; see `verify_turn`."""
-    return climb(rule, with_fresh_rows(turn), dice, evidence, observer)
+verify_turn.of(ClimbSpec)(climb)
 
 
 @dataclass(frozen=True)
@@ -268,6 +272,10 @@ class TraversalRule:
     def spec(self, session: Session) -> ClimbSpec:
         """Return the spec by which steps judge the trees of a session."""
         return ClimbSpec(session.warp.greedy, session.warp.cut, session.limits.stop)
+
+    def listing(self, session: Session) -> Listing:
+        """Return the lists of tokens by which laws are decided; see `Rule`."""
+        return listing_of_law(session)
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         """Return the verdict on a tree. Raises `LostLaw` if the law of a draft is unknown."""

@@ -20,18 +20,31 @@ from specbeam.core.forest import (
     Forest,
     GroupsUnder,
     Siblings,
+    TurnRows,
     find_child,
     groups_by_node,
     scored_rows_of,
     start_of,
 )
 from specbeam.core.laws.evidence import Evidence, gathers, no_evidence, note_draw
+from specbeam.core.laws.listing import listing_for, norms_of
 from specbeam.core.laws.named import EXACT
-from specbeam.core.laws.ranking import Truncation, best_pairs, cuts, rank_pairs
-from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_norm
-from specbeam.core.laws.rows import RowLaw, best_token, odds_on, place_in, row_law, token_at
+from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation, best_pairs, cuts
+from specbeam.core.laws.reduce import SOUND, UNDECIDED, condition_of_norm, exponentials
+from specbeam.core.laws.rows import (
+    RowLaw,
+    best_token_of_row,
+    best_under_noise,
+    is_law_decided,
+    law_of_row,
+    logit_of,
+    odds_on,
+    place_in,
+    token_at,
+)
 from specbeam.core.laws.warp import Rows, check_condition, on_host, processed_rows, row_laws
 from specbeam.core.noise import child_key
+from specbeam.core.ranked import WHOLE, Listing, Ranked, are_whole, rows_between, whole_rows
 from specbeam.core.records import Verdict
 from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, open_step, step, verb
@@ -63,44 +76,50 @@ COUNT, NODE = range(2)
 
 
 @verb(0)
-def row_at(rows: Any, node: int) -> Array:
-    """Return the logits of a forest node, float[vocab].
+def row_at(rows: Any, node: int) -> Ranked:
+    """Return the logits of a forest node: a single row, whole or as a list.
 
     Args:
-        rows: float[nodes, vocab], or an object that processes rows in Python.
+        rows: the rows of all nodes, or an object that processes rows in Python.
     """
-    return rows.at(node)
+    found: Ranked = rows.at(node)
+    return found
 
 
-@row_at.of(np.ndarray)
-def row_of_array(rows: Array, node: int) -> Array:
-    """Return a row of an array; see `row_at`."""
-    return rows[node]
+@row_at.of(TurnRows)
+@step
+def row_of_turn(rows: TurnRows, node: int) -> Ranked:
+    """Return a row of a turn as a view; see `row_at`."""
+    place = rows.places[node]
+    if place >= 0:
+        return rows_between(rows.fresh, place, place + 1)
+    return rows_between(rows.known, -1 - place, -place)
 
 
 @verb(0)
-def law_at_row(rows: Any, row: Array, truncation: Truncation) -> RowLaw:
-    """Return the law of a row of logits; `rows` is the argument of `row_at` that gave it."""
+def law_at_row(rows: Any, row: Ranked, truncation: Truncation) -> RowLaw:
+    """Return the law of a row, without tokens if a list does not decide it; `rows` is the argument of `row_at`."""
     found: RowLaw = rows.law(row)
     return found
 
 
-@law_at_row.of(np.ndarray)
-def law_of_array_row(rows: Array, row: Array, truncation: Truncation) -> RowLaw:
-    """Return the law of a row of an array; see `law_at_row`."""
-    return row_law(row, truncation)
+@law_at_row.of(TurnRows)
+@step
+def law_at_row_of_turn(rows: TurnRows, row: Ranked, truncation: Truncation) -> RowLaw:
+    """Return the law of a row of a turn; see `law_at_row`."""
+    return law_of_row(row, 0, truncation)
 
 
 @verb(0)
-def is_whole(rows: Any, truncation: Truncation) -> bool:
-    """Return whether the laws of these rows are on the whole vocabulary."""
-    return bool(rows.is_whole)
+def cuts_laws(rows: Any, truncation: Truncation) -> bool:
+    """Return whether the laws of these rows leave out tokens of the vocabulary."""
+    return bool(rows.cuts)
 
 
-@is_whole.of(np.ndarray)
-def is_array_whole(rows: Array, truncation: Truncation) -> bool:
-    """Return whether the truncation cuts nothing; see `is_whole`."""
-    return not cuts(truncation)
+@cuts_laws.of(TurnRows)
+def cuts_laws_of_turn(rows: TurnRows, truncation: Truncation) -> bool:
+    """Return whether the truncation cuts anything; see `cuts_laws`."""
+    return cuts(truncation)
 
 
 @verb(0)
@@ -152,17 +171,9 @@ def emit(walk: Emitted, live: Beams, logp: float, token: int, node: int, ended: 
 
 
 @step
-def norm_of(row: Array) -> float:
-    """Return the logsumexp of a row; -inf if the whole row is -inf, NaN if it holds NaN or +inf."""
-    return log_norm(row.reshape(1, len(row)))[0]
-
-
-@step
-def condition_of_norm(norm: float) -> int:
-    """Return whether a row with this norm is SOUND, DEAD or BROKEN."""
-    if not norm < np.inf:
-        return BROKEN
-    return SOUND if norm > -np.inf else DEAD
+def norm_of(row: Ranked) -> float:
+    """Return the logsumexp of a whole row; -inf if all of it is -inf, NaN if it holds NaN or +inf."""
+    return norms_of(row)[0]
 
 
 class TokenPath(NamedTuple):
@@ -191,7 +202,7 @@ def emit_path(
         if gathers(evidence):
             note_token(evidence, law_at_row(rows, row, spec.truncation), token)
         ended = is_end(token, spec.stop.eos) or look_at_token(observer, here, token)
-        logp = np.float64(row[token]) - norm_of(row)
+        logp = logit_of(row, 0, token) - norm_of(row)
         emit(walk, live, logp, token, path.nodes[place], ended, path.drafted[place])
         if ended or length + walk.state[COUNT] >= spec.stop.most:
             return False
@@ -261,26 +272,33 @@ def is_drafted(groups: Siblings, under: GroupsUnder, node: int, token: int) -> b
 
 
 @open_step
-def draw_by_noise(rows: Any, row: Array, key: Array, truncation: Truncation) -> int:
-    """Return the token of largest log-odds plus noise: a draw from the law of a row."""
-    alone = row.reshape(1, len(row))
+def draw_by_noise(rows: Any, row: Ranked, key: Array, truncation: Truncation) -> int:
+    """Return the token of largest log-odds plus noise: a draw from the law of a row; -1 if a list does not decide it."""
+    temperature = truncation.temperature
+    if cuts_laws(rows, truncation):
+        law = law_at_row(rows, row, truncation)
+        return best_under_noise(row, 0, law.tokens, temperature, key)[0]
+    if not are_whole(row):
+        token, value = best_under_noise(row, 0, row.tokens[0], temperature, key)
+        return token if row.by_noise and value > row.rest[0] else -1
     nothing = np.zeros(1)
     keys = np.full(1, key)
-    if is_whole(rows, truncation):
-        every = np.ones(1, dtype=np.bool_)
-        return best_pairs(alone, nothing, truncation.temperature, nothing, keys, every, 1)[0]
-    law = law_at_row(rows, row, truncation)
-    names = np.empty((0, 0), dtype=np.int64)
-    return rank_pairs(law.tokens, alone, names, nothing, truncation.temperature, nothing, keys, 1)[0]
+    every = np.ones(1, dtype=np.bool_)
+    return best_pairs(row.logits, nothing, temperature, nothing, keys, every, 1)[0]
 
 
 @open_step
-def drawn_token(walk: Emitted, rows: Any, row: Array, live: Beams, spec: WalkSpec, dice: Any) -> int:
-    """Return the target's token after the node where the walk stands: the likeliest at temperature 0, else a draw."""
+def drawn_token(walk: Emitted, rows: Any, row: Ranked, live: Beams, spec: WalkSpec, dice: Any) -> int:
+    """Return the target's token after the node where the walk stands: the likeliest at temperature 0, else a draw.
+
+    Returns -1 if a list does not decide it.
+    """
     if spec.greedy:
-        return best_token(row)
+        return best_token_of_row(row, 0)
     if spec.way == MATCH_BY_DICE:
         law = law_at_row(rows, row, spec.truncation)
+        if not is_law_decided(law):
+            return -1
         place = pick(dice, exponentials(law.logp))
         return token_at(law, place)
     number = walk.state[COUNT]
@@ -294,10 +312,11 @@ def walk_down(spec: WalkSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, o
 
     At each node the drafts are tried in order, each against its own law, or the target's own token is drawn and looked up.
 
-    Returns the layers, of one token each, and SOUND; or DEAD or BROKEN if the target had no law to draw the next token from.
+    Returns the layers, of one token each, and SOUND; or DEAD or BROKEN if the target had no law to draw the next token from;
+    or UNDECIDED if a list does not decide a token, and the turn has to be judged by whole rows.
 
     Args:
-        turn: with one live beam. Its rows are logits of all forest nodes, or an object that processes rows in Python; see
+        turn: with one live beam. Its rows are those of all forest nodes, or an object that processes rows in Python; see
             `row_at`. Its `widths` and `finished` are for rules that judge beams.
         evidence: trials and tokens are noted in it, for audits.
         observer: see `look_at_token`.
@@ -320,6 +339,8 @@ def walk_down(spec: WalkSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, o
         child = -1
         if spec.way == TRY and not spec.greedy:
             law = law_at_row(rows, row, spec.truncation)
+            if not is_law_decided(law):
+                return emitted_layers(walk), UNDECIDED
             rest = exponentials(law.logp)
             draw = try_groups(rest, groups, under, node, law, dice, evidence)
             if draw >= 0:
@@ -330,27 +351,19 @@ def walk_down(spec: WalkSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, o
                 token = token_at(law, place)
         else:
             token = drawn_token(walk, rows, row, live, spec, dice)
+            if token < 0:
+                return emitted_layers(walk), UNDECIDED
             child = find_child(forest.tokens, forest.parents, node, token)
         if gathers(evidence):
             note_token(evidence, law_at_row(rows, row, spec.truncation), token)
         ended = is_end(token, spec.stop.eos) or look_at_token(observer, node, token)
         drafted = child >= 0 or (ended and is_drafted(groups, under, node, token))
-        emit(walk, live, np.float64(row[token]) - norm, token, child, ended, drafted)
+        emit(walk, live, logit_of(row, 0, token) - norm, token, child, ended, drafted)
         going = child >= 0 and not ended and length + walk.state[COUNT] < spec.stop.most
     return emitted_layers(walk), SOUND
 
 
-@step
-def with_fresh_rows(turn: ScoredTurn) -> ScoredTurn:
-    """Return a turn of one sequence with the whole rows of its pass, float32[nodes, vocab]; no rows were known before."""
-    return ScoredTurn(turn.rows.fresh.logits, turn.forest, turn.live, turn.widths, turn.length, turn.finished)
-
-
-@verify_turn.of(WalkSpec)
-@step
-def verify_walk(rule: WalkSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, observer: Any) -> tuple[Layers, int]:
-    """Walk down from the root; see `verify_turn`."""
-    return walk_down(rule, with_fresh_rows(turn), dice, evidence, observer)
+verify_turn.of(WalkSpec)(walk_down)
 
 
 @dataclass(eq=False)
@@ -362,19 +375,21 @@ class RowsInPython:
     rows: Rows
 
     @property
-    def is_whole(self) -> bool:
-        """Whether laws are on the whole vocabulary: nothing is cut."""
-        return not self.session.warp.others and not cuts(self.session.warp.cut)
+    def cuts(self) -> bool:
+        """Whether laws leave out tokens of the vocabulary."""
+        warp = self.session.warp
+        return bool(warp.others) or bool(cuts(warp.cut))
 
-    def at(self, node: int) -> Float[np.ndarray, " vocab"]:
-        """Return the processed logits of a forest node. Raises `BrokenLaw`, `BrokenProcessor`."""
+    def at(self, node: int) -> Ranked:
+        """Return the processed logits of a forest node, a whole row. Raises `BrokenLaw`, `BrokenProcessor`."""
         nodes = np.array([node])
         rows = self.rows[node : node + 1]
-        return processed_rows(rows, self.session.warp, lambda: self.session.paths(self.forest, nodes))[0]
+        processed = processed_rows(rows, self.session.warp, lambda: self.session.paths(self.forest, nodes))
+        return whole_rows(processed)
 
-    def law(self, row: Float[np.ndarray, " vocab"]) -> RowLaw:
+    def law(self, row: Ranked) -> RowLaw:
         """Return the law of a processed row."""
-        (law,) = row_laws(row[None], self.session.warp)
+        (law,) = row_laws(row.logits, self.session.warp)
         assert law is not None, "the walk stops at rows from which everything is banned"
         return law
 
@@ -396,7 +411,7 @@ class TokenObserver:
 class WalkInputs:
     """The arguments of a walk's steps, which run as source if Python has to see rows or tokens, compiled otherwise."""
 
-    rows: Any
+    rows: Any  # a `TurnRows` or `RowsInPython`
     dice: Any
     evidence: Evidence
     observer: TokenObserver | None
@@ -412,12 +427,12 @@ class WalkInputs:
         if session.limits.stop_strings:
             observer = TokenObserver(session, forest)
         if session.warp.takes_raw_rows:
-            return cls(rows, dice, evidence, observer)
+            return cls(scored_rows_of(forest, rows), dice, evidence, observer)
         return cls(RowsInPython(session, forest, rows), dice, evidence, observer)
 
     def run(self, one: Callable[..., Any], *given: Any) -> Any:
         """Run a step, or its source."""
-        if self.observer is None and isinstance(self.rows, np.ndarray):
+        if self.observer is None and isinstance(self.rows, TurnRows):
             return one(*given)
         return getattr(one, "py_func", one)(*given)
 
@@ -475,18 +490,26 @@ def verdict_by_step(
     """
     inputs = WalkInputs.of(session, forest, scored)
     rows = inputs.rows
-    if not isinstance(rows, np.ndarray):
-        rows = np.stack([rows.at(node) for node in range(forest.size)])
+    if not isinstance(rows, TurnRows):
+        processed = np.concatenate([rows.at(node).logits for node in range(forest.size)])
+        rows = scored_rows_of(forest, processed)
     one = verify_turn.step_of(type(spec))
     if inputs.observer is not None:
         one = getattr(one, "py_func", one)
     finished = session.finished_with_room(2 * forest.size + widths.most)
     before = int(finished.held[0])
-    known_and_fresh = scored_rows_of(forest, rows)
-    turn = ScoredTurn(known_and_fresh, forest, session.beams, widths, session.length, finished)
+    turn = ScoredTurn(rows, forest, session.beams, widths, session.length, finished)
     layers, condition = one(spec, turn, inputs.dice, inputs.evidence, inputs.observer)
     finished.held[0] = before  # the session adds them when it moves on
     return Verdict(checked(layers, condition, session, scored), audit=inputs.audit(session))
+
+
+def listing_of_law(session: Session) -> Listing:
+    """Return the lists that nearly always decide the law of the next token; WHOLE if it is on the whole vocabulary."""
+    warp = session.warp
+    if warp.greedy:
+        return listing_for(NO_TRUNCATION, False, 1)
+    return listing_for(warp.cut, False, 1) if warp.cut.cuts else WHOLE
 
 
 def check_has_laws(forest: Forest, rule: str) -> None:
@@ -520,6 +543,10 @@ class PathRule:
         """Return the spec by which steps judge the trees of a session."""
         return WalkSpec(TRY, session.warp.greedy, session.warp.cut, session.limits.stop)
 
+    def listing(self, session: Session) -> Listing:
+        """Return the lists of tokens by which drafts are tried; see `Rule`."""
+        return listing_of_law(session)
+
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         """Return the verdict on a tree. Raises `LostLaw` if the law of a draft is unknown."""
         check_has_laws(forest, "PathRule")
@@ -551,6 +578,13 @@ class MatchRule:
         """Return the spec by which steps judge the trees of a session."""
         way = MATCH_BY_NOISE if self.coupling == "noise" else MATCH_BY_DICE
         return WalkSpec(way, session.warp.greedy, session.warp.cut, session.limits.stop)
+
+    def listing(self, session: Session) -> Listing:
+        """Return the lists of tokens by which the next token is drawn; see `Rule`."""
+        warp = session.warp
+        if self.coupling == "noise" and not warp.greedy and not warp.cut.cuts:
+            return listing_for(warp.cut, True, 1)
+        return listing_of_law(session)
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         """Return the verdict on a tree."""

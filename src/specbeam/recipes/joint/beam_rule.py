@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from specbeam.core.errors import BadSetting, LostLaw, NotSupported, one_of
 from specbeam.core.forest import Forest
-from specbeam.core.laws.reduce import SOUND
+from specbeam.core.laws.reduce import SOUND, condition_of_norm
 from specbeam.core.records import Certificate, Verdict
 from specbeam.core.session import Rule, Session
 from specbeam.core.verify.walk import (
@@ -24,7 +24,6 @@ from specbeam.core.verify.walk import (
     WalkInputs,
     WalkSpec,
     checked,
-    condition_of_norm,
     drawn_token,
     emitted_layers,
     norm_of,
