@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from specbeam.core.beams import Beams, Layers, is_end
+from specbeam.core.compiling.held import held_at
 from specbeam.core.control.best_tree import Topology
 from specbeam.core.control.planning import NO_STOP, StopSpec
 from specbeam.core.control.stopping import Stopping, begin_draft, goes_on, learn_stop, stops_of
@@ -32,10 +33,12 @@ from specbeam.core.draft.children import (
 from specbeam.core.draft.turns import (
     Cut,
     DraftTask,
+    draft_all,
     draft_turn,
     keep_tosses,
     learn_from,
     nodes_of,
+    own_spec,
     tosses_of,
     uncut,
 )
@@ -58,7 +61,7 @@ from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, UNDECIDED, condition_
 from specbeam.core.laws.rows import RowLaw, is_law_decided, law_of_row, token_at
 from specbeam.core.laws.warp import Rows, on_host, processed_rows, row_laws
 from specbeam.core.lm import LM, fill_prompts, takes_a_pass
-from specbeam.core.passes import Asked, run_ranked_pass
+from specbeam.core.passes import Asked, extend_all, run_ranked_pass
 from specbeam.core.ranked import Listing, Ranked, are_whole, whole_rows
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
@@ -678,6 +681,56 @@ def draft_tree(drafts: Any, model: Any, task: DraftTask, dice: Any, spent: Array
 
 
 @step
+def draft_trees_of_all(
+    drafts: Any, like: Any, jobs: Array, models: list[Any], tasks: list[DraftTask], spent: Array
+) -> list[tuple[Cut, int]]:
+    """Grow the trees of many sessions, with a pass of the draft model for each layer of all; see `draft_all`."""
+    # No comprehensions, see `compiling.held`.
+    count = len(tasks)
+    growing = []
+    deepest = 0
+    for number in range(count):
+        job = held_at(jobs[number], like)
+        task = tasks[number]
+        spec = own_spec(job.spec.drafts, drafts)
+        begin_draft(spec.stops)
+        growing.append(start_growth(task.roots, spec, task.live, task.depth, task.width))
+        deepest = max(deepest, task.depth)
+    whole = wants_whole_rows(like.spec.listing, drafts.truncation)
+    answered = np.zeros(count, dtype=np.int64)
+    conditions = np.full(count, SOUND)
+    is_growing = np.ones(count, dtype=np.bool_)
+    for layer in range(deepest):
+        asked = []
+        for number in range(count):
+            draft = growing[number]
+            is_growing[number] &= layer < tasks[number].depth and len(draft.frontier) > 0
+            one = asked_by_tree(draft, answered[number])
+            asked.append(one if is_growing[number] else Asked(one.tokens, one.parents, one.wanted[:0], one.keys[:0]))
+        if not is_growing.any():
+            break
+        rows = extend_all(like.draft, models, asked, whole, spent)
+        for number in range(count):
+            if not is_growing[number]:
+                continue
+            job = held_at(jobs[number], like)
+            spec = own_spec(job.spec.drafts, drafts)
+            answered[number] = len(asked[number].tokens)
+            longer, condition = with_next_layer(
+                growing[number], rows[number], asked[number], spec, tasks[number], job.dice
+            )
+            growing[number] = longer
+            conditions[number] = condition
+            is_growing[number] = condition == SOUND and may_grow(longer, spec)
+    found = []
+    for number in range(count):
+        job = held_at(jobs[number], like)
+        done = finish_growth(growing[number], own_spec(job.spec.drafts, drafts))
+        found.append((done, conditions[number]))
+    return found
+
+
+@step
 def learn_stop_of_tree(drafts: Any, drafted: Cut, layers: Layers, rows: TurnRows) -> None:
     """Let the controller that ends drafts between layers learn from a turn; see `learn_from`."""
     learn_stop(drafts.stops, drafted_layers(drafted.forest), layers.passed.sum())
@@ -696,6 +749,7 @@ def keep_tosses_of_tree(drafts: Any, used: int) -> None:
 def register_growth(spec: type) -> None:
     """Register a spec so that turns grow trees by its steps, and end drafts by its field `stops`."""
     draft_turn.of(spec)(draft_tree)
+    draft_all.of(spec)(draft_trees_of_all)
     learn_from.of(spec)(learn_stop_of_tree)
     tosses_of.of(spec)(tosses_of_tree)
     keep_tosses.of(spec)(keep_tosses_of_tree)
