@@ -4,6 +4,8 @@ from specbeam.core.names import hint as hint
 from specbeam.core.names import nearest as nearest
 from specbeam.doors.chats import BUNDLED_TEMPLATE as BUNDLED_TEMPLATE
 from specbeam.doors.chats import prompt_of_messages as prompt_of_messages
+from specbeam.doors.chats import text_of_messages as text_of_messages
+from specbeam.doors.chats import tokens_of_chat as tokens_of_chat
 from specbeam.doors.energy import EnergyMeter as EnergyMeter
 from specbeam.doors.energy import joules_now as joules_now
 from specbeam.doors.grammar.spelling import text_of_tokens as text_of_tokens

@@ -8,7 +8,8 @@ from specbeam.errors import BadPrompt
 
 BUNDLED_TEMPLATE = (
     "{% if messages|length != 1 or messages[0]['role'] != 'user' %}"
-    "{{ raise_exception('the bundled model translates one user message and does not support conversations') }}"
+    "{{ raise_exception('the bundled model translates one user message and supports neither conversations nor messages of "
+    "the system') }}"
     "{% endif %}{{ messages[0]['content'] }}"
 )
 
@@ -25,16 +26,30 @@ def prompt_of_messages(
 ) -> list[int]:
     """Return the token ids of the messages of a chat.
 
+    Arguments and errors are those of `text_of_messages` and `tokens_of_chat`.
+    """
+    text = text_of_messages(tokenizer, template, messages, tools, goes_on, starts, further)
+    return tokens_of_chat(tokenizer, template, text, adds_special)
+
+
+def text_of_messages(
+    tokenizer: Any,
+    template: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any = None,
+    goes_on: bool = False,
+    starts: bool | None = None,
+    further: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the messages of a chat as the text of a prompt.
+
     Args:
         template: a Jinja template; None: the tokenizer's own.
         goes_on: whether to continue the last message.
         starts: whether the template begins an answer; None: unless the last message is continued.
-        adds_special: whether the tokenizer adds special tokens. None: as in transformers, not to its own template, which
-            contains them; to another template, unless its text begins with the first special token.
         further: further variables of the template.
 
-    Raises:
-        BadPrompt: the template rejects the messages, or there are no tokens.
+    Raises `BadPrompt` if the template rejects the messages.
     """
     conversation = [_with_arguments(message, number) for number, message in enumerate(messages)]
     try:
@@ -47,13 +62,26 @@ def prompt_of_messages(
             tokenize=False,
             **(further or {}),
         )
-        if adds_special is None:
-            start = tokenizer.bos_token
-            is_written = start is not None and text.startswith(start)
-            adds_special = template is not None and not is_written
-        ids = list(tokenizer(text, add_special_tokens=adds_special)["input_ids"])
     except Exception as error:  # raised by the template, for any reason
         raise BadPrompt(f"the chat template rejects these messages: {str(error)[:200]}") from error
+    return str(text)
+
+
+def tokens_of_chat(tokenizer: Any, template: str | None, text: str, adds_special: bool | None = None) -> list[int]:
+    """Return the token ids of a text of `text_of_messages`.
+
+    Args:
+        template: as there.
+        adds_special: whether the tokenizer adds special tokens. None: as in transformers, not to its own template, which
+            contains them; to another template, unless its text begins with the first special token.
+
+    Raises `BadPrompt` if there are no tokens.
+    """
+    if adds_special is None:
+        start = tokenizer.bos_token
+        is_written = start is not None and text.startswith(start)
+        adds_special = template is not None and not is_written
+    ids = list(tokenizer(text, add_special_tokens=adds_special)["input_ids"])
     if not ids:
         raise BadPrompt("the messages have no tokens")
     return ids

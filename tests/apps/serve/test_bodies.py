@@ -183,7 +183,6 @@ def test_every_recipe_can_be_asked_for_by_name_or_says_why_not(kitchen):
 
 NOT_HONOURED = [
     ({"skip_special_tokens": False, "structured_outputs": {"regex": "a+"}}, "skip_special_tokens"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": False}}}, "response_format"),
     ({"min_tokens": 20}, "min_tokens"),
     ({"min_tokens": 20, "max_completion_tokens": 10}, "min_tokens"),
     ({"stream": True, "specbeam": {"trace": True, "stream": "live"}}, "specbeam"),

@@ -1,9 +1,5 @@
 """What clients of other servers send and read: histories, calls, forms, streams, and pages of another origin."""
 
-import asyncio
-import contextlib
-import json
-
 import pytest
 
 import specbeam as sb
@@ -16,10 +12,10 @@ from tests.support.tiny_models import tiny
 from tests.support.tokenizer_kinds import tokenizer_of
 
 pytest.importorskip("uvicorn")
-httpx = pytest.importorskip("httpx2")
+pytest.importorskip("httpx2")
 
-from specbeam.apps.serve.app import BeamServer, make_app  # noqa: E402
-from specbeam.apps.serve.config import ServerConfig  # noqa: E402
+from specbeam.apps.serve.config import ServerConfig
+from tests.support.asgi import asking, choices_of
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"
@@ -37,46 +33,17 @@ def worded_pair(template=TEMPLATE):
     return sb.load(tiny("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer)
 
 
-@contextlib.contextmanager
-def asking(pair, **given):
-    """A server without a port; yields what sends it a request and returns the answer."""
-    config = ServerConfig(model="tiny", name="tiny", warm_up=False, cors_origins=(ORIGIN,), **given)
-    server = BeamServer(config, lambda: pair)
-    server.start()
-    app = make_app(server)
-
-    async def sent(method, path, body, headers):
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://testserver") as client:
-            return await client.request(method, path, json=body, headers=headers)
-
-    def ask(path, body=None, method="POST", headers=None):
-        return asyncio.run(sent(method, path, body, headers))
-
-    try:
-        yield ask
-    finally:
-        server.drain()
-        server.close_pools()
-
-
 @pytest.fixture(scope="module")
 def ask():
-    with asking(worded_pair()) as asked:
+    with asking(worded_pair(), cors_origins=(ORIGIN,)) as asked:
         yield asked
-
-
-def chunks_of(answer):
-    """The choices of all events of a stream."""
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n") if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]", answer.text
-    return [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
 
 
 def streamed_texts(answer):
     """The text of each choice of a stream, and how many pieces it came in."""
     texts = {}
     pieces = {}
-    for choice in chunks_of(answer):
+    for choice in choices_of(answer):
         piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
         texts[choice["index"]] = texts.get(choice["index"], "") + piece
         pieces[choice["index"]] = pieces.get(choice["index"], 0) + bool(piece)
@@ -174,6 +141,86 @@ def test_wishes_that_leave_the_text_alone_are_taken_and_those_without_effect_nam
         error = ask("/v1/chat/completions", body | more)
         assert error.status_code == 400
         assert error.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_several_answers_of_a_method_that_does_not_sample_are_the_same_text(ask, path):
+    """As OpenAI's server answers `n` at temperature 0, whole and streamed, with log-probabilities, and counted."""
+    given = {"prompt": ["Hallo", "Ja"]} if path == "/v1/completions" else {"messages": [USER]}
+    body = given | {"max_tokens": 6, "temperature": 0, "seed": 1, "specbeam": {"method": "sampling"}}
+    body |= {"logprobs": 1} if path == "/v1/completions" else {"logprobs": True}
+    one = ask(path, body).json()
+    three = ask(path, body | {"n": 3}).json()
+    assert [choice["index"] for choice in three["choices"]] == [*range(3 * len(one["choices"]))]
+    for number, choice in enumerate(three["choices"]):
+        assert choice | {"index": 0} == one["choices"][number // 3] | {"index": 0}
+    assert three["usage"]["completion_tokens"] == 3 * one["usage"]["completion_tokens"]
+    assert any("same text" in warning for warning in three["specbeam"]["warnings"])
+    texts, _ = streamed_texts(ask(path, body | {"n": 3, "stream": True}))
+    key = "text" if path == "/v1/completions" else "message"
+    whole = [choice[key] if key == "text" else choice[key]["content"] for choice in three["choices"]]
+    assert [texts[number] for number in sorted(texts)] == whole
+    drawn = ask(path, body | {"n": 1, "best_of": 4}).json()
+    assert drawn["choices"][0][key] == one["choices"][0][key]
+
+
+def test_values_that_openai_takes_for_nothing_are_taken_for_nothing(ask):
+    body = {"prompt": "Hallo", "max_tokens": 8, "seed": 1, "specbeam": {"method": "sampling"}}
+    plain = ask("/v1/completions", body).json()["choices"][0]["text"]
+    for stop in ("", [], [""]):
+        assert ask("/v1/completions", body | {"stop": stop}).json()["choices"][0]["text"] == plain
+    greedy = ask("/v1/completions", body | {"temperature": 0}).json()["choices"][0]["text"]
+    for seed in range(3):
+        assert ask("/v1/completions", body | {"top_p": 0, "seed": seed}).json()["choices"][0]["text"] == greedy
+    assert ask("/v1/completions", body | {"top_p": -0.1}).json()["error"]["param"] == "top_p"
+
+
+def test_a_schema_that_need_not_be_kept_is_kept_and_says_so(ask):
+    pytest.importorskip("llguidance")
+    schema = {"name": "a", "schema": {"type": "object"}, "strict": False}
+    wanted = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    answer = ask("/v1/completions", {"prompt": "Hallo", "max_tokens": 6, "seed": 1} | wanted).json()
+    assert answer["choices"][0]["text"].startswith("{")
+    assert any("strict" in warning for warning in answer["specbeam"]["warnings"])
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/messages", "/chat/completions", "/api/chat", "/v1/files"])
+def test_a_path_of_another_server_is_refused_with_advice(ask, path):
+    answer = ask(path, {"input": "a"})
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error["code"] == "unknown_url"
+    assert "Not Found" not in error["message"]
+
+
+# Messages of the system.
+
+
+def test_messages_of_the_developer_are_messages_of_the_system_to_templates_that_do_not_know_them(ask):
+    system = prompt_tokens(ask, {"role": "system", "content": "be"}, USER)
+    assert prompt_tokens(ask, {"role": "developer", "content": "be"}, USER) == system
+    template = (
+        "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{{ m.role }}:{{ m.content }} {% endfor %}"
+    )
+    with asking(worded_pair(template)) as other:
+        assert prompt_tokens(other, {"role": "developer", "content": "be"}, USER) == len("Ddeveloper:be user:Hallo ")
+
+
+def test_a_message_of_the_system_that_a_template_leaves_out_is_named():
+    template = "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }} {% endfor %}"
+    body = {"messages": [{"role": "system", "content": "be"}, USER], "max_tokens": 2, "seed": 1}
+    with asking(worded_pair(template)) as other:
+        warnings = other("/v1/chat/completions", body).json()["specbeam"]["warnings"]
+        assert any("messages of the system" in warning for warning in warnings)
+        body["messages"] = [USER]
+        assert other("/v1/chat/completions", body).json()["specbeam"]["warnings"] == []
+
+
+def test_a_model_without_a_template_says_so_of_all_messages():
+    with asking(worded_pair(None)) as other:
+        error = other("/v1/chat/completions", {"messages": [{"role": "system", "content": "be"}, USER]}).json()["error"]
+        assert "no chat template" in error["message"]
+        assert "of the system" in error["message"]
 
 
 # Calls.
@@ -344,7 +391,7 @@ def joined_logprobs(choices):
 def test_a_stream_has_the_text_and_the_log_probabilities_of_the_whole_answer(ask, more):
     body = {"max_tokens": 5, "seed": 2} | more
     whole = ask("/v1/completions", body).json()["choices"]
-    streamed = chunks_of(ask("/v1/completions", body | {"stream": True}))
+    streamed = choices_of(ask("/v1/completions", body | {"stream": True}))
     assert {choice["index"] for choice in streamed} == {choice["index"] for choice in whole}
     for choice in whole:
         own = [one for one in streamed if one["index"] == choice["index"]]
@@ -361,7 +408,7 @@ def test_a_stream_has_the_text_and_the_log_probabilities_of_the_whole_answer(ask
 def test_a_chat_stream_has_the_log_probabilities_of_the_whole_answer(ask):
     body = {"messages": [USER], "max_tokens": 5, "seed": 2, "logprobs": True, "top_logprobs": 2, "n": 2}
     whole = ask("/v1/chat/completions", body).json()["choices"]
-    streamed = chunks_of(ask("/v1/chat/completions", body | {"stream": True}))
+    streamed = choices_of(ask("/v1/chat/completions", body | {"stream": True}))
     for choice in whole:
         own = [one for one in streamed if one["index"] == choice["index"] and one.get("logprobs")]
         assert joined_logprobs(own)["content"] == choice["logprobs"]["content"]

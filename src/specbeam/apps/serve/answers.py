@@ -14,6 +14,7 @@ from specbeam import Beam, Generation, Pair, __version__
 from specbeam.apps.serve.engine import Job
 from specbeam.apps.serve.mapping import Order
 from specbeam.apps.serve.scoring import TokenScore
+from specbeam.apps.serve.tools import MARKS, ToolCall, calls_in, forced_call, start_of_calls
 from specbeam.core import weights_key
 from specbeam.core.draft import NoDraft
 from specbeam.doors import Request, as_texts, text_of_tokens
@@ -29,11 +30,12 @@ class ReturnedText:
     Attributes:
         index: its index in the answer.
         prompt: index of its prompt.
-        text: the returned text, cut at a stop string.
+        text: the returned text, cut at a stop string; without calls of tools.
         tokens: tokens of the text, including the end token.
         finish_reason: "stop", "length" or "tool_calls".
         stop_reason: the stop string or the end token; None if the text was cut off.
         scores: scores of the tokens; None if not asked for.
+        calls: calls of tools.
     """
 
     index: int
@@ -44,6 +46,7 @@ class ReturnedText:
     finish_reason: str
     stop_reason: str | int | None
     scores: list[TokenScore] | None = None
+    calls: Sequence[ToolCall] = ()
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,13 @@ def choices_of(
             if stop is None and beam.finished and answer.tokens and answer.tokens[-1] in request.eos:
                 ended = answer.tokens[-1]
             reason = "stop" if beam.finished else "length"
-            if order.forced_tool is not None and beam.finished:
-                reason = "tool_calls"
+            calls: Sequence[ToolCall] = ()
+            if order.tools is not None and beam.finished:
+                text, calls = text_and_calls(request, order, text, tokens)
+                reason = "tool_calls" if calls else reason
             own = None if scores is None else scores[place][: len(tokens)]
-            choices.append(ReturnedText(prompt * order.count + number, prompt, text, tokens, beam, reason, ended, own))
+            index = prompt * order.count + number
+            choices.append(ReturnedText(index, prompt, text, tokens, beam, reason, ended, own, calls))
             place += 1
     return choices
 
@@ -138,6 +144,37 @@ def cut_text(request: Request, order: Order, tokens: list[int]) -> tuple[str, st
     return cut, stop, tokens[:kept]
 
 
+def text_and_calls(request: Request, order: Order, text: str, tokens: list[int]) -> tuple[str, Sequence[ToolCall]]:
+    """Return the text of an answer before its calls of tools, and the calls; the whole text and none if there are none.
+
+    Args:
+        text: the text of the tokens, without special tokens.
+    """
+    use = order.tools
+    assert use is not None
+    if use.how != "auto":
+        return "", [forced_call(use, text)]
+    visible = visible_tokens(request, tokens)
+    if len(visible) == len(tokens):
+        return calls_in(use, text)
+    end = len(tokens) - (tokens[-1] in request.eos)
+    _, calls = calls_in(use, request.text_of(tokens[len(visible) : end], True))
+    return (request.text_of(visible).rstrip(), calls) if calls else (text, [])
+
+
+def visible_tokens(request: Request, tokens: list[int]) -> list[int]:
+    """Return the tokens before the first special token that marks a call of a tool; all tokens if there is none."""
+    marks = _special_marks(request.pair.tokenizer)
+    return tokens[: next((place for place, token in enumerate(tokens) if token in marks), len(tokens))]
+
+
+@lru_cache(maxsize=8)
+def _special_marks(tokenizer: Any) -> frozenset[int]:
+    """Return the special tokens of a tokenizer that mark calls of tools."""
+    special = set(getattr(tokenizer, "all_special_tokens", ()))
+    return frozenset(tokenizer.convert_tokens_to_ids(mark) for mark in MARKS if mark in special)
+
+
 def cut_at(order: Order, text: str) -> tuple[str, str | None]:
     """Return a text up to its stop string, and the stop string; the whole text and None without one."""
     found = [(text.find(stop), stop) for stop in as_texts(order.settings.stop_strings) if stop in text]
@@ -149,7 +186,12 @@ def cut_at(order: Order, text: str) -> tuple[str, str | None]:
 
 
 def sendable(order: Order, text: str) -> str:
-    """Return the part of a settled text that can be sent: up to a stop string, or to the beginning of a possible one."""
+    """Return the part of a settled text that can be sent: up to a stop string, or to the beginning of a possible one.
+
+    If the model may call tools, the text ends where a call may begin.
+    """
+    if order.tools is not None and order.tools.how == "auto":
+        text = text[: start_of_calls(text)]
     stops = as_texts(order.settings.stop_strings)
     cut, _ = cut_at(order, text)
     for size in range(min(max(map(len, stops), default=0), len(text)), 0, -1):
@@ -269,7 +311,7 @@ def choice_json(pair: Pair, order: Order, choice: ReturnedText) -> dict[str, Any
     """Return a choice of an answer that is not streamed."""
     found: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason}
     if order.is_chat:
-        found["message"] = _message(order, choice)
+        found["message"] = _message(choice)
         found["logprobs"] = None if choice.scores is None else chat_logprobs(pair, order, choice.scores)
     else:
         found["text"] = choice.text
@@ -279,22 +321,12 @@ def choice_json(pair: Pair, order: Order, choice: ReturnedText) -> dict[str, Any
     return found | extras_of(order, choice)
 
 
-def _message(order: Order, choice: ReturnedText) -> dict[str, Any]:
+def _message(choice: ReturnedText) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-    if order.forced_tool is not None and choice.finish_reason == "tool_calls":
-        message["content"] = None
-        message["tool_calls"] = [tool_call(order, choice)]
+    if choice.calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [call.json for call in choice.calls]
     return message
-
-
-def tool_call(order: Order, choice: ReturnedText) -> dict[str, Any]:
-    """Return the tool call in a text."""
-    name = hashlib.sha256(f"{choice.index} {choice.text}".encode()).hexdigest()[:24]
-    return {
-        "id": f"call_{name}",
-        "type": "function",
-        "function": {"name": order.forced_tool, "arguments": choice.text},
-    }
 
 
 def extras_of(order: Order, choice: ReturnedText) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from specbeam.apps.serve.engine import COMPILE_S, Engine, EngineLimits, Job
 from specbeam.apps.serve.guarding import Guarding
 from specbeam.apps.serve.mapping import (
     RECIPE_OF,
+    Order,
     Served,
     chat_ids,
     check_model,
@@ -59,6 +60,13 @@ from specbeam.apps.serve.protocol import (
     parse_body,
 )
 from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of
+from specbeam.apps.serve.responses import (
+    ResponseForm,
+    ResponsesBody,
+    as_typed_event,
+    in_response_names,
+    response_request,
+)
 from specbeam.apps.serve.speech_desk import SpeechDesk
 from specbeam.apps.serve.speech_orders import AudioBody
 from specbeam.apps.speech.audio import RATE
@@ -81,7 +89,27 @@ CSP = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-OPEN = ("/", "/live", "/health", "/ready")
+# Paths of other servers that clients may try, and what to do instead.
+_ELSEWHERE = {
+    "/v1/embeddings": "it generates text and has no embeddings; ask a server with an embedding model",
+    "/v1/rerank": "it generates text and ranks no documents; ask a server with a reranking model",
+    "/v1/moderations": "it has no moderation model",
+    "/v1/messages": "it does not speak Anthropic's API; use /v1/chat/completions or /v1/responses",
+    "/v1/images/generations": "it generates text, not images",
+    "/v1/audio/speech": "it does not synthesise speech",
+    "/v1/files": "it stores no files; decode many prompts with `specbeam batch`",
+    "/v1/batches": "it stores no jobs; decode many prompts with `specbeam batch`",
+    "/v1/assistants": "it stores no assistants; send the whole conversation to /v1/chat/completions",
+    "/v1/threads": "it stores no threads; send the whole conversation to /v1/chat/completions",
+    "/v1/fine_tuning/jobs": "it does not train; see `specbeam train`",
+    "/v1/realtime": "it has no realtime sessions; set stream to true in /v1/chat/completions",
+    "/completions": "use /v1/completions, so the client's base URL must end in /v1",
+    "/chat/completions": "use /v1/chat/completions, so the client's base URL must end in /v1",
+    "/responses": "use /v1/responses, so the client's base URL must end in /v1",
+    "/models": "use /v1/models, so the client's base URL must end in /v1",
+    "/api/generate": "it speaks OpenAI's API, not Ollama's; use /v1/completions",
+    "/api/chat": "it speaks OpenAI's API, not Ollama's; use /v1/chat/completions",
+}
 
 
 class UnderWay(Protocol):
@@ -215,15 +243,27 @@ class BeamServer:
             return ""
         return found["message"] or "the engine has made no progress for longer than stall_timeout"
 
-    async def answer(self, http: Request, kind: type[Body]) -> Response:
-        """Answer a completion or a chat."""
+    async def answer(self, http: Request, read: Callable[[bytes], tuple[Body, ResponseForm | None]]) -> Response:
+        """Answer a request for texts.
+
+        Args:
+            read: returns the body of a completion or a chat, and the form of the answer if it is none of these.
+        """
         client = self.client(http)
         served = self.served
         assert self.engine is not None
         raw = await read_body(http, self.config.max_body)
         note = http.scope["state"]["note"]
         note["key"] = client.name
-        order = await self.in_pool(lambda: order_of(parse_body(kind, raw), served))
+
+        def ordered() -> tuple[Order, ResponseForm | None]:
+            body, form = read(raw)
+            try:
+                return order_of(body, served), form
+            except Refusal as refusal:
+                raise refusal if form is None else in_response_names(refusal) from refusal
+
+        order, form = await self.in_pool(ordered)
         note |= {"method": order.method.name, "prompts": len(order.prompts), "n": order.count}
         if self.config.log_texts:
             note["texts"] = order.texts
@@ -240,7 +280,7 @@ class BeamServer:
             self._let_go(asking)
             raise
         if order.streams:
-            return _Stream(self._events(asking, note), lambda: self._forget(asking, note))
+            return _Stream(self._events(asking, note, form), lambda: self._forget(asking, note))
         try:
             found = await unless_gone(http, asking.answer())
         except (Refusal, SpecbeamError) as error:
@@ -252,7 +292,7 @@ class BeamServer:
             raise
         finally:
             self._forget(asking, note)
-        return JSONResponse(found)
+        return JSONResponse(found if form is None else form.whole(found))
 
     def free_number(self, http: Request) -> str:
         """Return the id of a request: the one that its client chose, unless a running request has it."""
@@ -291,23 +331,29 @@ class BeamServer:
         self._shown.discard(asking)
         self.asking.pop(asking.number, None)
 
-    async def _events(self, asking: Asking, note: dict[str, Any]) -> AsyncIterator[bytes]:
+    async def _events(self, asking: Asking, note: dict[str, Any], form: ResponseForm | None) -> AsyncIterator[bytes]:
         """Yield the events of a stream. The request is cancelled if its client stops reading."""
         reader = _Reader(asking, self.config.reader_timeout)
 
         async def all_events() -> AsyncIterator[bytes]:
             try:
-                async for chunk in asking.stream():
-                    yield as_event(chunk)
+                if form is None:
+                    async for chunk in asking.stream():
+                        yield as_event(chunk)
+                else:
+                    async for event in form.events(asking.stream()):
+                        yield as_typed_event(event)
             except (Refusal, SpecbeamError) as error:
                 refusal = self.refusal(error)
                 note["error"] = refusal.code
-                yield as_event(refusal.body)
+                yield as_event(refusal.body) if form is None else as_typed_event(form.failure(refusal))
             except Exception as error:  # the status was sent already: only an event can report the failure
                 LOG.exception("request %s failed", asking.number)
                 note["error"] = "engine_error"
-                yield as_event(refusal_of(error).body)
-            yield DONE
+                refusal = refusal_of(error)
+                yield as_event(refusal.body) if form is None else as_typed_event(form.failure(refusal))
+            if form is None:
+                yield DONE
 
         try:
             async for event in all_events():
@@ -614,7 +660,8 @@ def make_app(server: BeamServer) -> Any:
         assert isinstance(error, HTTPException)
         known = {404: "unknown_url", 405: "method_not_allowed"}
         code = known.get(error.status_code, "bad_setting")
-        message = f"this server does not answer {http.method} {http.url.path[:200]}: {error.detail}"
+        elsewhere = _ELSEWHERE.get(http.url.path.rstrip("/")) if error.status_code == 404 else None
+        message = f"this server does not answer {http.method} {http.url.path[:200]}: {elsewhere or error.detail}"
         kind = "not_found_error" if error.status_code in known else "invalid_request_error"
         return JSONResponse(
             Refusal(error.status_code, kind, code, message).body, error.status_code, headers=error.headers
@@ -660,12 +707,17 @@ def _add_decoding(app: FastAPI, server: BeamServer) -> None:
     @app.post("/v1/completions", responses=_ERRORS, openapi_extra=_body(CompletionBody), response_model=None)
     async def completions(http: Request) -> Response:
         """Complete prompts."""
-        return await server.answer(http, CompletionBody)
+        return await server.answer(http, lambda raw: (parse_body(CompletionBody, raw), None))
 
     @app.post("/v1/chat/completions", responses=_ERRORS, openapi_extra=_body(ChatBody), response_model=None)
     async def chat(http: Request) -> Response:
         """Answer a chat."""
-        return await server.answer(http, ChatBody)
+        return await server.answer(http, lambda raw: (parse_body(ChatBody, raw), None))
+
+    @app.post("/v1/responses", responses=_ERRORS, openapi_extra=_body(ResponsesBody), response_model=None)
+    async def responses(http: Request) -> Response:
+        """Answer a conversation in the form of OpenAI's Responses API, without storing it."""
+        return await server.answer(http, response_request)
 
     @app.post("/v1/audio/transcriptions", responses=_ERRORS, openapi_extra=audio, response_model=None)
     async def transcriptions(http: Request) -> Response:
@@ -744,17 +796,13 @@ def _add_looking(app: FastAPI, server: BeamServer) -> None:
             "engine": served.pair.target.engine,
             "has_draft": served.pair.draft is not None,
             "has_speech": served.hears,
-            "has_chat": not served.hears and _has_chat(served),
+            "has_chat": not served.hears and bool(served.chat_template),
             "max_model_len": served.room,
             "default_method": served.method.name,
             "law": served.method.law,
             "limits": {name: getattr(config, name) for name in limits},
             "fingerprint": server.fingerprint,
         }
-
-
-def _has_chat(served: Served) -> bool:
-    return served.template is not None or bool(getattr(served.pair.tokenizer, "chat_template", None))
 
 
 def _model(server: BeamServer) -> dict[str, Any]:
@@ -820,7 +868,7 @@ def _schema(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI description of the routes, with the schemas of their bodies."""
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas = found.setdefault("components", {}).setdefault("schemas", {})
-    for kind in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody):
+    for kind in (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody):
         made = kind.model_json_schema(ref_template="#/components/schemas/{model}", by_alias=True)
         schemas |= made.pop("$defs", {})
         schemas[kind.__name__] = made

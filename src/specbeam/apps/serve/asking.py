@@ -29,8 +29,8 @@ from specbeam.apps.serve.answers import (
     shows_special,
     specbeam_json,
     token_text,
-    tool_call,
     usage_of,
+    visible_tokens,
 )
 from specbeam.apps.serve.auth import Client
 from specbeam.apps.serve.engine import Engine, Job
@@ -269,6 +269,7 @@ class Asking:
                 else:
                     raise refusal_of(failure)
         scores: list[list[TokenScore]] | None = None
+        generations = [answers * order.copies for answers in generations]
         chooses = order.method.beams == 1 and order.drawn > order.count
         if chooses or order.top is not None:
             scores = await self._scores(generations)
@@ -425,12 +426,13 @@ class Asking:
     ) -> AsyncIterator[dict[str, Any] | None]:
         """Yield chunks until all texts have ended, and store the text sent for each choice."""
         order = self.order
-        waits_for_all = order.method.beams == 1 and order.drawn > order.count
+        is_forced = order.tools is not None and order.tools.how != "auto"
+        waits_for_all = is_forced or (order.method.beams == 1 and order.drawn > order.count)
         while not self.is_over:
             self._moved.clear()
             for event in self._take_events():
                 yield event
-            if not waits_for_all and order.forced_tool is None:
+            if not waits_for_all:
                 for job in self.jobs:
                     text = await self._settled_text(job) if indices[job.session.place] else ""
                     for delta in self._new_deltas(text, indices[job.session.place], sent):
@@ -451,6 +453,12 @@ class Asking:
                 first = self.request.prompt_of[session.place] * order.count
                 found[session.place] = [number for number in range(first, first + order.count) if self._is_sure(number)]
             return found
+        if order.copies > 1:
+            return {
+                session.place: [*range(first, first + order.count)]
+                for session in self.request.sessions
+                for first in [self.request.prompt_of[session.place] * order.count]
+            }
         seen: dict[int, int] = {}
         for session in self.request.sessions:
             prompt = self.request.prompt_of[session.place]
@@ -469,6 +477,8 @@ class Asking:
     async def _settled_text(self, job: Job) -> str:
         """Return the settled part of a text that can be sent, without a partial stop string or character at its end."""
         tokens = job.settled
+        if self.order.tools is not None:
+            tokens = visible_tokens(self.request, tokens)
         if not tokens:
             return ""
         place = job.session.place
@@ -512,8 +522,10 @@ class Asking:
         """Return the last delta of a choice, with the rest of its text."""
         order = self.order
         last = self._delta(choice.index, unsent(choice.text, sent))
-        if order.is_chat and order.forced_tool is not None and choice.finish_reason == "tool_calls":
-            last["delta"] = {"tool_calls": [{"index": 0, **tool_call(order, choice)}]}
+        if choice.calls:
+            last["delta"]["tool_calls"] = [{"index": place, **call.json} for place, call in enumerate(choice.calls)]
+            if not last["delta"]["content"]:
+                del last["delta"]["content"]
         if choice.scores is not None:
             pair = self.served.pair
             if order.is_chat:

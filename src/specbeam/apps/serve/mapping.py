@@ -20,7 +20,18 @@ from specbeam.apps.serve.protocol import (
     StructuredOutputs,
 )
 from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of, shown
-from specbeam.doors import OPTIONS, PromptReader, Settings, hears, hint, prompt_of_messages, prompts_in, usual_method
+from specbeam.apps.serve.tools import ANY_OBJECT, ToolUse, plain_tool, schema_of_call, shows_tools, tool_use_of
+from specbeam.doors import (
+    OPTIONS,
+    PromptReader,
+    Settings,
+    hears,
+    hint,
+    prompts_in,
+    text_of_messages,
+    tokens_of_chat,
+    usual_method,
+)
 from specbeam.errors import BadPrompt, SpecbeamError
 from specbeam.recipes import HEAD_RECIPES, RECIPES
 
@@ -28,7 +39,7 @@ RECIPE_OF = {make.__name__: make for make in (*RECIPES, *HEAD_RECIPES) if make._
 LARGEST_SETTING = 64  # largest number, and longest list, in the settings of a method
 DEEPEST_SCHEMA = 32
 MOST_PROPERTIES = 1000
-ANY_OBJECT = {"type": "object"}  # the schema of every JSON object
+SMALLEST_TOP_P = 1e-6
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,11 @@ class Served:
         return hears(self.pair)
 
     @property
+    def chat_template(self) -> Any:
+        """The template of chats, or several by name; None if there is none."""
+        return self.template or getattr(self.pair.tokenizer, "chat_template", None)
+
+    @property
     def room(self) -> int | None:
         """The maximum number of tokens of prompt and answer together; None if no limit is known."""
         most = self.pair.room(0)
@@ -75,6 +91,7 @@ class Order:
         count: number of answers returned per prompt.
         drawn: number of independent answers decoded per prompt, of which the best `count` are returned.
         top: number of likeliest tokens to report per token; None without log-probabilities.
+        tools: the tools that an answer may call; None for a plain text.
         constraint_field: the field that constrains the texts; None if they are free.
         warnings: fields without effect.
     """
@@ -90,7 +107,7 @@ class Order:
     drawn: int
     top: int | None
     echo: bool = False
-    forced_tool: str | None = None
+    tools: ToolUse | None = None
     constraint_field: str | None = None
     method_key: str = ""
     warnings: list[str] = field(default_factory=list)
@@ -98,6 +115,11 @@ class Order:
     @property
     def is_chat(self) -> bool:
         return isinstance(self.body, ChatBody)
+
+    @property
+    def copies(self) -> int:
+        """How often each answer is returned: a method that does not sample has one answer for all `count`."""
+        return self.count if self.method.beams == 1 and self.drawn < self.count else 1
 
     @property
     def streams(self) -> bool:
@@ -115,8 +137,8 @@ def order_of(body: Body, served: Served) -> Order:
         )
     _check_streaming(body, options)
     prompts, texts = _prompts(body, served)
-    tool = _forced_tool(body) if isinstance(body, ChatBody) else None
-    constraint_field, constraint = _constraint(body, tool, config)
+    tools = tool_use_of(body, served.chat_template) if isinstance(body, ChatBody) else None
+    constraint_field, constraint = _constraint(body, tools, config)
     method, drawn, method_key = _method(body, options, served)
     count = body.n or 1
     if body.max_tokens == 0 and not (isinstance(body, CompletionBody) and body.echo):
@@ -136,7 +158,9 @@ def order_of(body: Body, served: Served) -> Order:
             "n",
             "too_large_beams",
         )
-    warnings = _without_effect(body)
+    warnings = _without_effect(body, served)
+    if drawn < count and method.beams == 1:
+        warnings.append(f"{method.name} does not sample here, so the {count} choices of a prompt are the same text")
     given = _settings(body, options, served, method)
     given |= constraint
     given["max_new_tokens"] = max(most, 1)
@@ -150,18 +174,25 @@ def order_of(body: Body, served: Served) -> Order:
         raise refusal_of(error) from error
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     return Order(
-        body, options, prompts, texts, method, settings, body.seed, count, drawn, _top(body), echo, tool, constraint_field,
+        body, options, prompts, texts, method, settings, body.seed, count, drawn, _top(body), echo, tools, constraint_field,
         method_key, warnings,
     )  # fmt: skip
 
 
-def _without_effect(body: Body) -> list[str]:
+def _without_effect(body: Body, served: Served) -> list[str]:
     """Return a warning for each field of a body that has no effect."""
     found = []
     if body.store:
         found.append("store is true, but this server stores no answers")
     if isinstance(body, ChatBody) and body.verbosity not in (None, "medium"):
         found.append(f"verbosity is {body.verbosity!r}, but the model does not see it; ask for it in a message")
+    if isinstance(body, ChatBody) and body.tools and not shows_tools(served.chat_template):
+        found.append("the chat template does not show tools, so the model has not seen them")
+    if isinstance(body, ChatBody) and hides_system(body, served):
+        found.append("the chat template leaves out messages of the system, so the model has not seen them")
+    wanted = body.response_format
+    if wanted is not None and wanted.json_schema is not None and wanted.json_schema.strict is False:
+        found.append("response_format.json_schema.strict is false, but texts always follow their schema here")
     return found
 
 
@@ -227,17 +258,17 @@ def prompt_ids(prompt: str | list[int], served: Served, special: bool = True, na
 def chat_ids(body: Any, served: Served) -> list[int]:
     """Return the token ids of a chat, rendered by the chat template."""
     tokenizer = served.pair.tokenizer
-    template = served.template or getattr(tokenizer, "chat_template", None)
-    if tokenizer is None or template is None:
+    if tokenizer is None or served.chat_template is None:
         raise invalid(
-            "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
+            "this model has no chat template, so it has no form for messages, neither of the system nor of others; use "
+            "/v1/completions, or start the server with --chat-template FILE",
             "messages",
             "not_supported",
         )
     further = dict(getattr(body, "chat_template_kwargs", None) or {})
     goes_on = bool(getattr(body, "continue_final_message", None))
     starts = getattr(body, "add_generation_prompt", None)
-    tools = [_plain_tool(tool) for tool in getattr(body, "tools", None) or []]
+    tools = [plain_tool(tool) for tool in getattr(body, "tools", None) or []]
     if goes_on and starts:
         raise invalid(
             "continue_final_message and add_generation_prompt exclude each other; set one of them",
@@ -247,21 +278,37 @@ def chat_ids(body: Any, served: Served) -> list[int]:
         raise invalid(
             f"chat_template_kwargs must not set {', '.join(sorted(wrong))}; leave it out", "chat_template_kwargs"
         )
-    messages = [_message(one) for one in body.messages]
+    messages = [_message(one, served.chat_template) for one in body.messages]
     adds_special = getattr(body, "add_special_tokens", None)
     try:
-        return prompt_of_messages(
-            tokenizer, served.template or None, messages, tools, goes_on, starts, adds_special, further
-        )
+        text = text_of_messages(tokenizer, served.template, messages, tools, goes_on, starts, further)
+        return tokens_of_chat(tokenizer, served.template, text, adds_special)
     except BadPrompt as error:
         raise invalid(str(error), "messages", "bad_prompt") from error
 
 
-def _message(message: Message) -> dict[str, Any]:
+def hides_system(body: ChatBody, served: Served) -> bool:
+    """Return whether a chat has messages of the system that its template leaves out."""
+    template = served.chat_template
+    messages = [_message(one, template) for one in body.messages]
+    others = [one for one in messages if one["role"] not in ("system", "developer")]
+    if len(others) == len(messages) or not others:
+        return False
+    tools = [plain_tool(tool) for tool in body.tools or []]
+    try:
+        texts = {text_of_messages(served.pair.tokenizer, served.template, each, tools) for each in (messages, others)}
+    except BadPrompt:  # it cannot do without the message of the system, so it shows it
+        return False
+    return len(texts) == 1
+
+
+def _message(message: Message, template: Any) -> dict[str, Any]:
+    """Return a message for a chat template. To most templates, messages of the developer are messages of the system."""
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
-    given = {"role": message.role, "content": content or ""}
+    is_unknown = message.role == "developer" and "developer" not in str(template)
+    given = {"role": "system" if is_unknown else message.role, "content": content or ""}
     for name in ("name", "tool_calls", "tool_call_id"):
         value = getattr(message, name)
         if value:
@@ -341,10 +388,8 @@ def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Metho
     drawn = body.best_of or count
     if drawn > config.max_n:
         raise invalid(f"best_of is {drawn}; this server draws at most {config.max_n}", "best_of")
-    if drawn > 1 and (method.greedy or body.temperature == 0):
-        if body.best_of is not None and count == 1:
-            return method, 1, key  # all answers would be the same
-        raise invalid(f"n is {count}, but {method.name} does not sample and has one answer; ask for beams", "n")
+    if method.greedy or body.temperature == 0:
+        return method, 1, key  # all answers would be the same
     return method, drawn, key
 
 
@@ -479,6 +524,8 @@ def _settings(body: Body, options: SpecbeamOptions, served: Served, method: Meth
             continue
         if name == "top_k":
             value = max(value, 0)  # vLLM uses -1 for no limit
+        if name == "top_p" and value == 0:
+            value = SMALLEST_TOP_P  # OpenAI's 0 keeps the likeliest token alone
         if not (option.warper and method.greedy):
             given[name] = value
         elif option.is_on(value) and not (name == "temperature" and value == 0):
@@ -489,8 +536,9 @@ def _settings(body: Body, options: SpecbeamOptions, served: Served, method: Meth
             )
     if body.min_tokens is not None:
         given["min_new_tokens"] = body.min_tokens
-    if body.stop:
-        given["stop_strings"] = [body.stop] if isinstance(body.stop, str) else list(body.stop)
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if filled := [stop for stop in stops if stop]:  # OpenAI's "" stops nothing
+        given["stop_strings"] = filled
     ends = served.pair.eos
     more = body.stop_token_ids or []
     if wrong := [token for token in more if token >= served.pair.target.vocab]:
@@ -539,7 +587,7 @@ def _top(body: Body) -> int | None:
 # Constraints.
 
 
-def _constraint(body: Body, tool: str | None, config: ServerConfig) -> tuple[str | None, dict[str, Any]]:
+def _constraint(body: Body, tools: ToolUse | None, config: ServerConfig) -> tuple[str | None, dict[str, Any]]:
     """Return the field that constrains the texts, and the option of `Settings` for it; None and {} without one."""
     constraints: dict[str, dict[str, Any]] = {}
     wanted = body.response_format
@@ -547,9 +595,9 @@ def _constraint(body: Body, tool: str | None, config: ServerConfig) -> tuple[str
         constraints["response_format"] = _json_constraint(wanted.type, wanted.json_schema)
     if body.structured_outputs is not None:
         constraints["structured_outputs"] = _structured(body.structured_outputs)
-    if tool is not None:
+    if tools is not None and tools.how != "auto":
         assert isinstance(body, ChatBody)
-        constraints["tools"] = {"json_schema": _parameters_of(body.tools or [], tool)}
+        constraints["tools"] = {"json_schema": schema_of_call(body, tools)}
     if len(constraints) > 1:
         raise invalid(f"{' and '.join(constraints)} both constrain the text; give one of them", [*constraints][-1])
     for name, constraint in constraints.items():
@@ -568,11 +616,6 @@ def _json_constraint(kind: str, schema: JsonSchema | None) -> dict[str, Any]:
         return {"json_schema": ANY_OBJECT}
     if schema is None:
         raise invalid("response_format has no json_schema.schema; add the schema", "response_format", "bad_grammar")
-    if schema.strict is False:
-        raise invalid(
-            "response_format.json_schema.strict is false, but texts always follow their schema here; leave it out",
-            "response_format",
-        )
     return {"json_schema": schema.schema_}
 
 
@@ -653,63 +696,3 @@ def _reference_outside(schema: Any) -> str | None:
         elif isinstance(part, list):
             waiting += part
     return None
-
-
-# Tools.
-
-
-def _forced_tool(body: ChatBody) -> str | None:
-    """Return the name of the function that the answer must call; None for a plain text."""
-    choice = body.tool_choice
-    tools = body.tools or []
-    names = [_function_of(tool)["name"] for tool in tools]
-    if choice == "none" or (choice in (None, "auto") and not tools):
-        return None
-    if isinstance(choice, dict):
-        name = choice.get("function", {}).get("name") if isinstance(choice.get("function"), dict) else None
-        if choice.get("type") != "function" or name not in names:
-            raise invalid(f"tool_choice is {shown(choice)}; it must name a function of tools", "tool_choice")
-        return str(name)
-    if choice == "required" and len(names) == 1:
-        return str(names[0])
-    raise invalid(
-        "this server cannot choose between tools; name one in tool_choice, or set it to 'none' or, with one tool, "
-        "'required'",
-        "tool_choice",
-        "not_supported",
-    )
-
-
-def _function_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = tool.get("function")
-    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid(f"tools has {shown(tool)}; each tool must be a function with a name", "tools")
-    return function
-
-
-def _parameters_of(tools: Sequence[Mapping[str, Any]], name: str) -> Any:
-    for tool in tools:
-        function = _function_of(tool)
-        if function["name"] == name:
-            return ANY_OBJECT | _checked_parameters(function.get("parameters") or {}, name)
-    raise invalid(f"tools has no function {name!r}", "tools")
-
-
-def _checked_parameters(parameters: Any, name: str) -> dict[str, Any]:
-    """Return the schema of a function's arguments. Raises `Refusal` if it is not the schema of an object."""
-    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        raise invalid(
-            f"the parameters of function {name!r} are {shown(parameters)}; they must be a schema of type 'object'",
-            "tools",
-            "bad_grammar",
-        )
-    return parameters
-
-
-def _plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool for a chat template, without its `cache_control`."""
-    found = {name: value for name, value in tool.items() if name != "cache_control"}
-    function = found.get("function")
-    if isinstance(function, dict):
-        found["function"] = {name: value for name, value in function.items() if name != "cache_control"}
-    return found

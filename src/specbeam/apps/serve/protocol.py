@@ -19,7 +19,7 @@ Text = Annotated[str, Field(max_length=2**20)]
 Ids = Annotated[
     list[Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]], Field(min_length=1, max_length=2**20, fail_fast=True)
 ]
-StopText = Annotated[str, Field(min_length=1, max_length=256)]
+StopText = Annotated[str, Field(max_length=256)]
 
 
 class Strict(BaseModel):

@@ -224,7 +224,7 @@ _BUILT_IN = (
         warper="TopPLogitsWarper",
         off=(1,),
         flag=Flag(is_common=True),
-        field=Field({"gt": 0, "le": 1}),
+        field=Field({"ge": 0, "le": 1}),
     ),
     GenerationOption(
         "min_p",
