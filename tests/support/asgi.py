@@ -17,12 +17,12 @@ def asking(pair, **given):
     server.start()
     app = make_app(server)
 
-    async def sent(method, path, body, headers):
+    async def sent(method, path, body, headers, content):
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://testserver") as client:
-            return await client.request(method, path, json=body, headers=headers)
+            return await client.request(method, path, json=body, headers=headers, content=content)
 
-    def ask(path, body=None, method="POST", headers=None):
-        return asyncio.run(sent(method, path, body, headers))
+    def ask(path, body=None, method="POST", headers=None, content=None):
+        return asyncio.run(sent(method, path, body, headers, content))
 
     try:
         yield ask

@@ -362,6 +362,46 @@ def test_a_page_can_read_errors_and_the_name_of_its_request(ask):
     assert "x-request-id" in answer.headers["access-control-expose-headers"]
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),  # a program
+        ({"origin": ORIGIN, "sec-fetch-site": "cross-site"}, 200),
+        ({"origin": ORIGIN}, 200),
+        ({"origin": "http://testserver"}, 200),
+        ({"origin": "http://testserver", "sec-fetch-site": "same-origin"}, 200),
+        ({"origin": "http://proxy.example", "sec-fetch-site": "same-origin"}, 200),  # behind a proxy with another host
+        ({"sec-fetch-site": "none"}, 200),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "https://evil.example", "sec-fetch-site": "cross-site"}, 403),
+        ({"origin": "http://testserver:81", "sec-fetch-site": "same-site"}, 403),
+        ({"origin": "http://testserver.evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),
+    ],
+)
+def test_a_page_of_another_site_makes_nothing_decode(ask, headers, status):
+    body = {"prompt": "Hallo", "max_tokens": 1}
+    answer = ask("/v1/completions", body, headers=headers)
+    assert answer.status_code == status
+    if status == 403:
+        assert "--cors-origin" in answer.json()["error"]["message"]
+        assert ask("/v1/specbeam/requests/1", method="DELETE", headers=headers).status_code == 403
+        assert ask("/v1/models", method="GET", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("kind", [None, "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_a_body_that_is_not_said_to_be_json_is_refused(ask, kind):
+    """Pages may send these types, and none at all, to any server without asking it first."""
+    headers = {} if kind is None else {"content-type": kind}
+    answer = ask("/v1/completions", content=b'{"prompt": "Hallo"}', headers=headers)
+    assert answer.status_code == 415
+    assert answer.json()["error"]["code"] == "not_json"
+    typed = {"content-type": "Application/JSON; charset=utf-8"}
+    assert ask("/v1/completions", content=b'{"prompt": "Hallo", "max_tokens": 1}', headers=typed).status_code == 200
+
+
 # Streams.
 
 

@@ -13,10 +13,14 @@ Result = TypeVar("Result")
 
 
 async def read_body(http: Request, most: int) -> bytes:
-    """Return the body of a request. Raises `Refusal` if it is too large, too slow, or not JSON by its header."""
-    kind = http.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    if kind not in ("application/json", ""):
-        raise invalid(f"the content type is {kind[:100]!r}; send application/json", None, "not_json", 415)
+    """Return the body of a request. Raises `Refusal` if it is too large, too slow, or not JSON by its header.
+
+    A missing header is refused, too: web pages may send bodies without it to any server.
+    """
+    kind = http.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        found = repr(kind[:100]) if kind else "missing"
+        raise invalid(f"the content type is {found}; send application/json", None, "not_json", 415)
     return await read_bytes(http, most, BODY_S)
 
 

@@ -1,4 +1,4 @@
-"""ASGI middleware: checks of host and size before a body is read, response headers, and a log line per request."""
+"""ASGI middleware: checks of host, origin and size before a body is read, response headers, and a log line per request."""
 
 import json
 import logging
@@ -58,7 +58,7 @@ class Guarding:
             await send(message)
 
         try:
-            refusal = self._refusal(path, headers)
+            refusal = self._refusal(path, headers) or self._refusal_of_page(scope["method"], headers)
             if refusal is not None:
                 await refusal.response()(scope, receive, reply)
             elif scope["method"] == "OPTIONS" and headers.get("origin") in self.config.cors_origins:
@@ -97,6 +97,30 @@ class Guarding:
                 f"the body has {length} bytes; this server accepts at most {most}", None, "body_too_large", 413
             )
         return None
+
+    def _refusal_of_page(self, method: str, headers: dict[str, str]) -> Refusal | None:
+        """Return the refusal of a request that a web page of another site sends without permission; None for all others.
+
+        A browser sends some requests of any page without asking, such as forms, and only hides the answers from the page.
+        Their bodies would be decoded, so they are refused by the headers that a page cannot change. Programs send neither
+        of the two headers.
+        """
+        if method in ("GET", "HEAD", "OPTIONS"):  # these change and decode nothing
+            return None
+        origin = headers.get("origin")
+        site = headers.get("sec-fetch-site")
+        if origin in self.config.cors_origins or (origin is None and site is None):
+            return None
+        is_own = origin is not None and origin.partition("://")[2] == headers.get("host")
+        if site in ("same-origin", "none") or (site is None and is_own):
+            return None
+        shown = "a page of another site" if origin is None else f"a page of {origin[:100]!r}"
+        return Refusal(
+            403,
+            "permission_error",
+            "forbidden",
+            f"{shown} must not send requests; start the server with --cors-origin {(origin or 'ORIGIN')[:100]}",
+        )
 
 
 def _preflight(given: dict[str, str]) -> Response:
