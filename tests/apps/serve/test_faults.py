@@ -166,8 +166,8 @@ uvicorn = pytest.importorskip("uvicorn")
 
 from specbeam.apps.serve.app import BeamServer, make_app  # noqa: E402
 from specbeam.apps.serve.config import ServerConfig  # noqa: E402
-from specbeam.apps.serve.pools import ConstraintPool  # noqa: E402
-from specbeam.apps.serve.refusals import Refusal  # noqa: E402
+from specbeam.apps.serve.pools import KeyedPool  # noqa: E402
+from specbeam.apps.serve.refusals import Refusal, invalid  # noqa: E402
 
 
 @contextlib.contextmanager
@@ -251,21 +251,26 @@ def test_no_salt_makes_one_key_know_what_another_one_asks(plain):
         asyncio.run(all_of_them())
 
 
-def test_a_form_that_takes_too_long_keeps_its_place_until_it_is_over():
+def test_slow_work_keeps_its_thread_until_it_is_over_and_costs_its_key_alone():
     goes_on = threading.Event()
 
+    def made(pool, key, function):
+        return pool.make(key, function, "busy", invalid("too slow", "tools", "bad_grammar"))
+
     async def ask():
-        forms = ConstraintPool(1, 0.05, 0.05)
-        with pytest.raises(Refusal, match=r"0\.05 seconds") as caught:
-            await forms.make(lambda: goes_on.wait(30), "response_format")
-        assert (caught.value.param, caught.value.code) == ("response_format", "bad_grammar")
-        with pytest.raises(Refusal) as caught:
-            await forms.make(lambda: 1, "tools")
-        assert (caught.value.status, caught.value.code) == (429, "queue_timeout")
+        pool = KeyedPool(3, "test", 1, 0.05, 0.05)
+        with pytest.raises(Refusal, match="too slow") as caught:
+            await made(pool, "bomber", lambda: goes_on.wait(30))
+        assert (caught.value.param, caught.value.code) == ("tools", "bad_grammar")
+        with pytest.raises(Refusal, match="busy") as caught:
+            await made(pool, "bomber", lambda: 1)
+        assert (caught.value.status, caught.value.code, caught.value.param) == (429, "queue_timeout", "tools")
+        assert await asyncio.gather(*(made(pool, key, lambda: 2) for key in "abcab")) == [2] * 5
         goes_on.set()
         while True:
             with contextlib.suppress(Refusal):
-                assert await forms.make(lambda: 2, "tools") == 2
-                return
+                assert await made(pool, "bomber", lambda: 3) == 3
+                break
+        assert (pool._own, pool._inside) == ({}, {})  # nothing is kept of keys without work
 
     asyncio.run(ask())

@@ -36,6 +36,7 @@ from specbeam.apps.serve.answers import fingerprint, token_text
 from specbeam.apps.serve.asking import DONE, Asking, as_event, new_number
 from specbeam.apps.serve.auth import Client, Keys
 from specbeam.apps.serve.bodies import read_body, unless_gone
+from specbeam.apps.serve.bounds import characters_per_token
 from specbeam.apps.serve.config import MIB, ServerConfig
 from specbeam.apps.serve.engine import COMPILE_S, Engine, EngineLimits, Job
 from specbeam.apps.serve.guarding import Guarding
@@ -49,7 +50,7 @@ from specbeam.apps.serve.mapping import (
     prompt_ids,
 )
 from specbeam.apps.serve.metrics import ServerMetrics
-from specbeam.apps.serve.pools import ConstraintPool
+from specbeam.apps.serve.pools import KeyedPool
 from specbeam.apps.serve.protocol import (
     Body,
     ChatBody,
@@ -81,7 +82,12 @@ LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"
 WARM_TOKENS = 8  # length of each text that is decoded before the server is ready
 MOST_SHOWN = 2  # concurrent requests whose turns are shown or audited
-CONSTRAINTS = 2  # constraints compiled at the same time
+CONSTRAINTS = 4  # constraints compiled at the same time
+CONSTRAINTS_PER_KEY = 1
+LARGE = 16_384  # bytes of a body from which it is read and tokenized apart from small ones
+READERS = 8  # large bodies read at the same time
+READERS_PER_KEY = 2
+READ_S = 30.0  # seconds in which a large body must be read and tokenized
 MOST_NEW = 30  # requests with new method settings per key within `NEW_S` seconds
 NEW_S = 60.0
 Result = TypeVar("Result")
@@ -142,11 +148,16 @@ class BeamServer:
         self.asking: dict[str, UnderWay] = {}
         self.engine: Engine | None = None
         self.fingerprint = ""
+        self.schema = b""  # the OpenAPI description of the routes
         self.pool = ThreadPoolExecutor(4, thread_name_prefix="specbeam request")
         self.speech = SpeechDesk(self)
         self._load = load
         self._served: Served | None = None
-        self._constraints = ConstraintPool(CONSTRAINTS, config.compile_timeout, config.queue_timeout)
+        patience = config.queue_timeout
+        self._constraints = KeyedPool(
+            CONSTRAINTS, "specbeam constraint", CONSTRAINTS_PER_KEY, config.compile_timeout, patience
+        )
+        self._readers = KeyedPool(READERS, "specbeam reader", READERS_PER_KEY, READ_S, patience)
         self._shown: set[Asking] = set()  # requests whose turns are shown or audited
         self._unfit: frozenset[str] = frozenset()  # methods that the pair cannot run, for lack of a draft for example
         self._new: dict[str, deque[float]] = {}  # by key, the times of its latest requests with new method settings
@@ -206,6 +217,7 @@ class BeamServer:
         """Stop the threads that work for requests after their current work."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         self._constraints.close()
+        self._readers.close()
         self.speech.close()
 
     def give_up(self, reason: str) -> None:
@@ -263,12 +275,14 @@ class BeamServer:
             except Refusal as refusal:
                 raise refusal if form is None else in_response_names(refusal) from refusal
 
-        order, form = await self.in_pool(ordered)
+        pool_key = self.pool_key(http, client)
+        order, form = await self._read(raw, pool_key, ordered)
         note |= {"method": order.method.name, "prompts": len(order.prompts), "n": order.count}
         if self.config.log_texts:
             note["texts"] = order.texts
         asking = Asking(order, served, self.engine, client, self.pool, self.free_number(http))
         asking.fingerprint = self.fingerprint
+        asking.pool_key = pool_key
         self.check_new(order.method_key, client)
         self._take(asking)
         try:
@@ -412,10 +426,31 @@ class BeamServer:
 
     async def convert(self, http: Request, converted: Callable[[bytes, Served], dict[str, Any]]) -> dict[str, Any]:
         """Return the result of a function of the body, such as the tokens of a text."""
-        self.client(http)
+        client = self.client(http)
         served = self.served
         raw = await read_body(http, self.config.max_body)
-        return await self.in_pool(lambda: converted(raw, served))
+        return await self._read(raw, self.pool_key(http, client), lambda: converted(raw, served))
+
+    def pool_key(self, http: Request, client: Client) -> str:
+        """Return the key by which requests share threads: that of the client, or its address if no keys are needed."""
+        return client.name if self.keys.needed or http.client is None else http.client.host
+
+    async def _read(self, raw: bytes, pool_key: str, function: Callable[[], Result]) -> Result:
+        """Return the result of a function that reads a body.
+
+        Large bodies take seconds to tokenize, so they have threads of their own, of which each key has a part.
+        """
+        if len(raw) < LARGE:
+            return await self.in_pool(function)
+        late = Refusal(
+            408,
+            "timeout_error",
+            "request_timeout",
+            f"reading the body took more than {READ_S:g} seconds; send less text",
+        )
+        return await self._readers.make(
+            pool_key, function, "too many large bodies are being read; try again later", late
+        )
 
     def methods(self) -> list[dict[str, Any]]:
         """Return the methods that requests may use, with their laws and settings."""
@@ -561,7 +596,8 @@ def served_of(config: ServerConfig, pair: Pair) -> Served:
     elif config.model == "bundled":
         template = BUNDLED_TEMPLATE
     name = config.name or str(config.model)
-    return Served(pair, name, default_method(config, pair), config, template)
+    longest = characters_per_token(pair.tokenizer)
+    return Served(pair, name, default_method(config, pair), config, template, longest)
 
 
 def default_method(config: ServerConfig, pair: Pair) -> Method:
@@ -600,13 +636,14 @@ def _warm_up(pair: Pair, served: Served) -> None:
     for lm in (pair.target, pair.draft):
         if lm is not None and hasattr(lm, "reserve"):
             lm.reserve(config.max_running + 1, min(served.room or 512, 512))
+    if not served.hears:
+        with contextlib.suppress(SpecbeamError):  # the first constraint would wait for the spellings of all tokens
+            SessionRequest.of(pair, [], sampling(), Settings(regex="a+"), 0)
     if not config.warm_up:
         return
     if served.hears:
         _warm_ears(pair, served)
         return
-    with contextlib.suppress(SpecbeamError):  # the first constraint would wait for the spellings of all tokens
-        SessionRequest.of(pair, [], sampling(), Settings(regex="a+"), 0)
     beams = min(config.default_beams, config.max_beams)
     usual = [served.method, beam_search(beams)]
     if pair.draft is not None:
@@ -675,7 +712,9 @@ def make_app(server: BeamServer) -> Any:
     _add_decoding(app, server)
     _add_looking(app, server)
     _add_operating(app, server)
-    paths = frozenset(path for path in _schema(app)["paths"] if "{" not in path)
+    schema = _schema(app)
+    server.schema = JSONResponse(schema).body
+    paths = frozenset(path for path in schema["paths"] if "{" not in path)
     return Guarding(app, server.config, server.metrics, paths)
 
 
@@ -844,9 +883,9 @@ def _add_operating(app: FastAPI, server: BeamServer) -> None:
         return HTMLResponse(text, headers={"content-security-policy": CSP.format(nonce=nonce)})
 
     @app.get("/openapi.json", response_model=None)
-    async def schema() -> JSONResponse:
+    async def schema() -> Response:
         """Return the OpenAPI description of the server."""
-        return JSONResponse(_schema(app))
+        return Response(server.schema, media_type="application/json")
 
 
 def _check_metrics(server: BeamServer, http: Request) -> None:

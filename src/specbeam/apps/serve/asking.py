@@ -35,8 +35,8 @@ from specbeam.apps.serve.answers import (
 from specbeam.apps.serve.auth import Client
 from specbeam.apps.serve.engine import Engine, Job
 from specbeam.apps.serve.mapping import Order, Served
-from specbeam.apps.serve.pools import ConstraintPool
-from specbeam.apps.serve.refusals import Refusal, refusal_of
+from specbeam.apps.serve.pools import KeyedPool
+from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of
 from specbeam.apps.serve.scoring import TokenScore
 from specbeam.apps.serve.trace import turn_record
 from specbeam.core import Session, Turn
@@ -71,6 +71,7 @@ class Asking:
         self.jobs: list[Job] = []
         self.outcome: AnsweredRequest | None = None
         self.fingerprint = ""
+        self.pool_key = client.name  # the part of a pool of threads that the request may use
         self._pool = pool
         self._loop = asyncio.get_running_loop()
         self._moved = asyncio.Event()
@@ -98,7 +99,7 @@ class Asking:
         """The id of the answer."""
         return f"{'chatcmpl' if self.order.is_chat else 'cmpl'}-{self.number}"
 
-    async def submit(self, constraints: ConstraintPool) -> None:
+    async def submit(self, constraints: KeyedPool) -> None:
         """Submit the request to the engine. Raises `Refusal` if it cannot be accepted.
 
         Args:
@@ -119,7 +120,13 @@ class Asking:
             if order.constraint_field is None:
                 self._request = await self._in_pool(make)
             else:
-                self._request = await constraints.make(make, order.constraint_field)
+                late = invalid(
+                    f"the constraint took more than {self.served.config.compile_timeout:g} seconds to compile; simplify it",
+                    order.constraint_field,
+                    "bad_grammar",
+                )
+                busy = "too many constraints are being compiled; try again later"
+                self._request = await constraints.make(self.pool_key, make, busy, late)
         except (Refusal, SpecbeamError) as error:
             refusal = refusal_of(error)
             if refusal.code == "bad_grammar" and order.constraint_field is not None:

@@ -5,6 +5,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from specbeam.apps.serve.refusals import Refusal, invalid
 
@@ -31,13 +32,17 @@ async def read_bytes(http: Request, most: int, seconds: float) -> bytes:
 
     async def read() -> None:
         nonlocal size
-        async for part in http.stream():
-            size += len(part)
-            if size > most:
-                raise invalid(
-                    f"the body has more than {most} bytes, the limit of this server", None, "body_too_large", 413
-                )
-            parts.append(part)
+        try:
+            async for part in http.stream():
+                size += len(part)
+                if size > most:
+                    raise invalid(
+                        f"the body has more than {most} bytes, the limit of this server", None, "body_too_large", 413
+                    )
+                parts.append(part)
+        except ClientDisconnect as error:
+            message = "the client has disconnected before the end of its body"
+            raise Refusal(499, "server_error", "cancelled", message) from error
 
     try:
         await asyncio.wait_for(read(), seconds)

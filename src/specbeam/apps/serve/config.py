@@ -33,6 +33,11 @@ class ServerConfig:
         metrics_key: key for /metrics; "": /metrics answers this machine, and clients with an API key.
         allowed_hosts: further host names accepted in requests, if the server listens on this machine only.
         cors_origins: origins whose pages may call the server.
+        tls_cert, tls_key: PEM files with the certificate chain and the private key; "": HTTP without TLS.
+        max_connections, max_connections_per_address: maximum numbers of open connections. Further ones take the places of
+            the oldest without a request.
+        header_timeout: seconds in which the head of a request must arrive.
+        log_level: "debug", "info", "warning" or "error".
         max_running, max_waiting: maximum numbers of texts decoded at the same time, and waiting.
         max_running_per_key: maximum number of texts of a key decoded at the same time; 0: `max_running`.
         queue_timeout: seconds that a request may wait for its start.
@@ -79,6 +84,12 @@ class ServerConfig:
     metrics_key: str = field(default="", repr=False)
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    tls_cert: str = ""
+    tls_key: str = ""
+    max_connections: int = 4096
+    max_connections_per_address: int = 1024
+    header_timeout: float = 10.0
+    log_level: str = "info"
     max_running: int = 8
     max_waiting: int = 64
     max_running_per_key: int = 0
@@ -133,6 +144,8 @@ class ServerConfig:
             "max_body",
             "max_audio_body",
             "max_audio_at_once",
+            "max_connections",
+            "max_connections_per_address",
         ):
             if getattr(self, name) < 1:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -143,11 +156,16 @@ class ServerConfig:
             "compile_timeout",
             "stall_timeout",
             "max_audio_seconds",
+            "header_timeout",
         ):
             if not getattr(self, name) > 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be more than 0 seconds")
         if not 0 <= self.port <= LAST_PORT:
             raise BadSetting(f"port is {self.port}; it must be 0 (any free port) to {LAST_PORT}")
+        if self.log_level not in LOG_LEVELS:
+            raise BadSetting(f"log_level is {self.log_level!r}; it must be {', '.join(LOG_LEVELS)}")
+        if self.tls_key and not self.tls_cert:
+            raise BadSetting("tls_key is given without tls_cert; give the file of the certificate, too")
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise BadSetting(
@@ -184,6 +202,7 @@ class ServerConfig:
 
 
 LAST_PORT = 65_535
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*A-Z\s]+|null")
 _EXPECTED: dict[Any, tuple[type, ...]] = {
     bool: (bool,), int: (int,), float: (float, int), str: (str,), tuple[str, ...]: (tuple,),

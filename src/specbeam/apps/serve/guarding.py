@@ -1,6 +1,5 @@
 """ASGI middleware: checks of host, origin and size before a body is read, response headers, and a log line per request."""
 
-import json
 import logging
 import re
 import time
@@ -19,6 +18,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 LOG = logging.getLogger("specbeam.serve")
+OPERATORS = ("/live", "/health", "/ready", "/metrics")  # paths without a limit, and not in the log
+MOST_REQUESTS = 1024  # requests in progress
 _NUMBER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -37,6 +38,7 @@ class Guarding:
         self.config = config
         self.metrics = metrics
         self.paths = paths
+        self._under_way = 0  # requests in progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,6 +59,7 @@ class Guarding:
                 message = {**message, "headers": [*message["headers"], *self._headers(number, headers)]}
             await send(message)
 
+        self._under_way += 1
         try:
             refusal = self._refusal(path, headers) or self._refusal_of_page(scope["method"], headers)
             if refusal is not None:
@@ -66,11 +69,12 @@ class Guarding:
             else:
                 await self.app(scope, receive, reply)
         finally:
+            self._under_way -= 1
             path = path if path in self.paths else "other"
             self.metrics.http[path, status] += 1
-            if path not in ("/health", "/live", "/ready", "/metrics"):
+            if path not in OPERATORS:
                 line = {"id": number, "path": path, "status": status, "seconds": round(time.monotonic() - began, 4)}
-                LOG.info("%s", json.dumps(line | scope["state"]["note"], ensure_ascii=True))
+                LOG.info("request", extra={"fields": line | scope["state"]["note"]})
 
     def _headers(self, number: str, given: dict[str, str]) -> list[tuple[bytes, bytes]]:
         found = {"x-request-id": number, "x-content-type-options": "nosniff", "cache-control": "no-store"}
@@ -81,7 +85,7 @@ class Guarding:
         return [(name.encode(), value.encode("latin-1")) for name, value in found.items()]
 
     def _refusal(self, path: str, headers: dict[str, str]) -> Refusal | None:
-        """Return the refusal of a request for its host or size; None if both are fine."""
+        """Return the refusal of a request for its host or size, or if there are too many; None if it is fine."""
         if self.config.is_local:
             host = re.sub(r":[0-9]+$", "", headers.get("host", "")).strip("[]").lower()
             own = ("localhost", "127.0.0.1", "::1", "testserver", *(name.lower() for name in self.config.allowed_hosts))
@@ -90,6 +94,9 @@ class Guarding:
                     403, "permission_error", "forbidden",
                     f"host {host[:100]!r} is not allowed; start the server with --allowed-host {host[:100]}",
                 )  # fmt: skip
+        if self._under_way > MOST_REQUESTS and path not in OPERATORS:
+            message = f"{MOST_REQUESTS} requests are in progress, the limit of this server; try again later"
+            return Refusal(503, "overloaded_error", "too_many_requests", message, None, 1)
         length = headers.get("content-length", "0")
         most = self.config.max_audio_body if path in TASKS else self.config.max_body
         if length.isdigit() and int(length) > most:

@@ -51,6 +51,7 @@ class Served:
         method: method of requests that do not choose one.
         config: the operator's settings.
         template: chat template; None: the tokenizer's, if it has one.
+        longest_token: number of characters that no token of a text exceeds on average; None if there is no bound.
     """
 
     pair: Pair
@@ -58,6 +59,7 @@ class Served:
     method: Method
     config: ServerConfig
     template: str | None = None
+    longest_token: int | None = None
 
     @property
     def hears(self) -> bool:
@@ -249,10 +251,26 @@ def prompt_ids(prompt: str | list[int], served: Served, special: bool = True, na
     tokenizer = served.pair.tokenizer
     if tokenizer is None and isinstance(prompt, str):
         raise invalid("this server has no tokenizer; give token ids", "prompt", "not_supported")
+    if isinstance(prompt, str):
+        _check_length(prompt, served, "prompt")
     try:
         return PromptReader(tokenizer, served.pair.target.vocab, adds_special=special).ids(prompt, name)
     except BadPrompt as error:
         raise invalid(str(error), "prompt", "bad_prompt") from error
+
+
+def _check_length(text: str, served: Served, param: str) -> None:
+    """Raise `Refusal` for a text that has too many tokens whatever they are, before they are counted."""
+    if served.room is None or served.longest_token is None:
+        return
+    least = -(-len(text) // served.longest_token)
+    if least >= served.room:
+        raise invalid(
+            f"the prompt has {len(text)} characters, so at least {least} tokens; prompt and answer together may have "
+            f"{served.room}: shorten the prompt",
+            param,
+            "context_length_exceeded",
+        )
 
 
 def chat_ids(body: Any, served: Served) -> list[int]:
@@ -282,6 +300,7 @@ def chat_ids(body: Any, served: Served) -> list[int]:
     adds_special = getattr(body, "add_special_tokens", None)
     try:
         text = text_of_messages(tokenizer, served.template, messages, tools, goes_on, starts, further)
+        _check_length(text, served, "messages")
         return tokens_of_chat(tokenizer, served.template, text, adds_special)
     except BadPrompt as error:
         raise invalid(str(error), "messages", "bad_prompt") from error

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from specbeam.apps.serve.refusals import Refusal, invalid
+from specbeam.apps.serve.refusals import Refusal
 
 Result = TypeVar("Result")
 
@@ -53,28 +53,62 @@ class LimitedPool:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class ConstraintPool(LimitedPool):
-    """Threads that compile constraints, apart from all other work, because that may take long.
+class KeyedPool(LimitedPool):
+    """A pool of which each key has a part of the threads, so that slow work costs its sender only.
 
     Args:
-        threads: number of constraints compiled at the same time.
-        seconds: maximum number of seconds per constraint. A slower one is refused, but keeps its thread to its end.
+        threads, name: see `LimitedPool`.
+        per_key: number of threads of a key.
+        seconds: maximum number of seconds of a function. A slower one is refused, but keeps its thread to its end.
         patience: see `LimitedPool`.
     """
 
-    def __init__(self, threads: int, seconds: float, patience: float) -> None:
-        super().__init__(threads, "specbeam constraint", patience)
+    def __init__(self, threads: int, name: str, per_key: int, seconds: float, patience: float) -> None:
+        super().__init__(threads, name, patience)
+        self._per_key = per_key
         self._seconds = seconds
+        self._own: dict[str, asyncio.Semaphore] = {}  # by key, its free threads; only of keys with work
+        self._inside: dict[str, int] = {}  # by key, the number of requests that wait or work
 
-    async def make(self, function: Callable[[], Result], field: str) -> Result:
-        """Return the result of a function that compiles the constraint in a field of a request.
+    async def make(self, key: str, function: Callable[[], Result], busy: str, late: Refusal) -> Result:
+        """Return the result of a function for a key.
 
-        Raises `Refusal` if that takes too long, or no thread becomes free in time.
+        Args:
+            busy: the message if no thread becomes free in time.
+            late: raised if the function takes too long.
+
+        Raises `Refusal` in these two cases.
         """
-        making = await self.start(function, "too many constraints are being compiled; try again later", field)
+        own = self._own.setdefault(key, asyncio.Semaphore(self._per_key))
+        self._inside[key] = self._inside.get(key, 0) + 1
+        try:
+            await asyncio.wait_for(own.acquire(), self._patience)
+        except TimeoutError as error:
+            self._leave(key)
+            raise Refusal(429, "rate_limit_error", "queue_timeout", busy, late.param, 1) from error
+        except BaseException:
+            self._leave(key)
+            raise
+        try:
+            making = await self.start(function, busy, late.param)
+        except BaseException:
+            own.release()
+            self._leave(key)
+            raise
+
+        def is_over(_: "asyncio.Future[Result]") -> None:
+            own.release()
+            self._leave(key)
+
+        making.add_done_callback(is_over)
         done, _ = await asyncio.wait([making], timeout=self._seconds)
         if not done:
-            raise invalid(
-                f"the constraint took more than {self._seconds:g} seconds to compile; simplify it", field, "bad_grammar"
-            )
+            raise late
         return making.result()
+
+    def _leave(self, key: str) -> None:
+        """Forget a key without work, so that the memory does not grow with the number of keys."""
+        self._inside[key] -= 1
+        if not self._inside[key]:
+            del self._inside[key]
+            del self._own[key]

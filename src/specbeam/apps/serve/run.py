@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -16,8 +17,10 @@ import uvicorn
 from specbeam import Pair
 from specbeam.apps.serve.app import BeamServer, make_app
 from specbeam.apps.serve.config import ServerConfig
+from specbeam.apps.serve.connections import Connections, GuardedConnection, most_connections
+from specbeam.apps.serve.logs import set_up_log
 from specbeam.doors import load_by_name
-from specbeam.errors import SpecbeamError
+from specbeam.errors import BadSetting, SpecbeamError
 
 LOG = logging.getLogger("specbeam.serve")
 WATCH_S = 1.0  # seconds between two checks of the engine
@@ -75,28 +78,37 @@ def serve(config: ServerConfig) -> int:
     Raises `BadSetting` if other machines could call the server without a key, unless `no_auth` allows it.
     """
     config.check_open()
-    set_up_log()
+    set_up_log(config.log_level)
     if config.tensor_parallel and os.environ.get("RANK", "0") != "0":
         load_pair(config)  # follows rank 0 and does not return
+    _check_tls(config)
     server = BeamServer(config, partial(load_pair, config))
-    options = uvicorn.Config(
-        make_app(server),
-        host=config.host,
-        port=config.port,
-        log_level="warning",
-        access_log=False,
-        limit_concurrency=1024,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=5,
-        server_header=False,
-    )
-    runner = _Uvicorn(options, server)
+    runner = _Uvicorn(uvicorn_config(make_app(server), config), server)
     threading.Thread(target=runner.watch, name="specbeam watch", daemon=True).start()
     threading.Thread(target=_say_when_ready, args=(server, runner), name="specbeam greeting", daemon=True).start()
     if hasattr(signal, "SIGHUP"):  # not on Windows
         signal.signal(signal.SIGHUP, lambda *_: _read_keys(server))
     runner.run()
     return runner.code
+
+
+def uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
+    """Return uvicorn's configuration for an application."""
+    most = most_connections(config.max_connections)
+    connections = Connections(most, min(most, config.max_connections_per_address), config.header_timeout)
+    return uvicorn.Config(
+        app,
+        host=config.host,
+        port=config.port,
+        http=partial(GuardedConnection, connections),  # type: ignore[arg-type]
+        ssl_certfile=config.tls_cert or None,
+        ssl_keyfile=config.tls_key or None,
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=5,
+        server_header=False,
+    )
 
 
 def load_pair(config: ServerConfig) -> Pair:
@@ -147,6 +159,7 @@ def _say_when_ready(server: BeamServer, runner: _Uvicorn) -> None:
         time.sleep(0.05)
     if server.state != "ready":
         return
+    scheme = "https" if server.config.tls_cert else "http"
     host = server.config.host
     port = server.config.port
     for one in runner.servers:
@@ -154,20 +167,23 @@ def _say_when_ready(server: BeamServer, runner: _Uvicorn) -> None:
             port = socket.getsockname()[1]
     method = server.served.method
     print(
-        f"specbeam serves {server.served.name} at http://{host}:{port} (web page and API). Default method: "
+        f"specbeam serves {server.served.name} at {scheme}://{host}:{port} (web page and API). Default method: "
         f"{method.name}, {method.law}.\n"
-        f"  curl -s http://{host}:{port}/v1/completions -H 'content-type: application/json' "
+        f"  curl -s {scheme}://{host}:{port}/v1/completions -H 'content-type: application/json' "
         """-d '{"prompt": "Ein Hund läuft.", "n": 3, "use_beam_search": true}'""",
         file=sys.stderr,
         flush=True,
     )
 
 
-def set_up_log() -> None:
-    """Write the server's log to standard error, a line of JSON per request. Failing to write it fails no request."""
-    logging.raiseExceptions = False
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    LOG.addHandler(handler)
-    LOG.setLevel(logging.INFO)
-    LOG.propagate = False
+def _check_tls(config: ServerConfig) -> None:
+    """Raise `BadSetting` if the certificate and the key cannot be used, before a model is loaded."""
+    if not config.tls_cert:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key or None, password="")
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        raise BadSetting(
+            f"tls_cert {config.tls_cert!r} and tls_key {config.tls_key!r} cannot be used: {error}; give PEM files, the key "
+            "without a passphrase"
+        ) from error

@@ -64,6 +64,8 @@ PLACE = {
     "cors_origins": option(
         Texts, "Origin of web pages that may call the server. May be given several times.", "--cors-origin"
     ),
+    "tls_cert": option(Text, "PEM file with the certificate chain, for HTTPS."),
+    "tls_key": option(Text, "PEM file with the private key of --tls-cert, without a passphrase."),
 }
 KEYS = {
     "api_key_file": option(
@@ -85,6 +87,10 @@ LIMITS = {
         Number, "Maximum number of texts of an API key decoded together; by default --max-running."
     ),
     "max_waiting": option(Number, "Maximum number of waiting texts; by default 64."),
+    "max_connections": option(Number, "Maximum number of open connections; by default 4096."),
+    "max_connections_per_address": option(
+        Number, "Maximum number of open connections of an address, or of a proxy; by default 1024."
+    ),
     "max_tokens": option(Number, "Maximum number of new tokens per text; by default 4096."),
     "max_model_len": option(
         Number, "Maximum number of tokens of prompt and text together; by default the model's positions."
@@ -102,6 +108,7 @@ LIMITS = {
     "max_grammar": option(Number, "Maximum length of a grammar in characters; by default 65,536."),
 }
 TIMES = {
+    "header_timeout": option(Amount, "Maximum time for the head of a request in seconds; by default 10."),
     "queue_timeout": option(Amount, "Maximum waiting time of a request in seconds; by default 60."),
     "request_timeout": option(Amount, "Maximum total time of a request in seconds; by default 300."),
     "reader_timeout": option(
@@ -124,6 +131,7 @@ MEMORY = {
         "Share the prefix cache between API keys; response times then reveal prompts of other keys.",
         "--prefix-cache-shared",
     ),
+    "log_level": option(Text, "Lowest level in the log: debug, info (default), warning or error."),
     "log_texts": option(bool, "Log prompts and texts.", "--log-texts"),
 }
 SERVER_OPTIONS = {**MODELS, **METHODS, **PLACE, **KEYS, **LIMITS, **TIMES, **MEMORY}
