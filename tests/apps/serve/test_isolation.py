@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 import specbeam as sb
-from specbeam.apps.serve import run
+from specbeam.apps.serve.logs import UVICORN, set_up_log
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.pair import BUNDLED, Pair
 from tests.apps.serve.conftest import CHUNK
@@ -147,16 +147,21 @@ def test_a_disk_that_is_full_for_the_log_ends_no_request(spoken, expected, monke
             Full.written += 1
             raise OSError(28, "No space left on device")
 
-    log = logging.getLogger("specbeam.serve")
-    before = (log.handlers[:], log.level, log.propagate, logging.raiseExceptions)
+    logs = [logging.getLogger("specbeam.serve"), UVICORN]
+    before = [(log.handlers[:], log.level, log.propagate) for log in logs]
+    raises = logging.raiseExceptions
     monkeypatch.setattr("sys.stderr", Full())
-    run.set_up_log()
+    set_up_log()
     try:
         with started(spoken) as (_, app):
             found = [asyncio.run(told(app, body_of(prompt))) for prompt in PROMPTS]
             bad = asyncio.run(told(app, body_of(PROMPTS[0], n=0)))
     finally:
-        log.handlers[:], log.level, log.propagate, logging.raiseExceptions = before
+        for log, (handlers, level, propagate) in zip(logs, before, strict=True):
+            log.handlers[:] = handlers
+            log.setLevel(level)
+            log.propagate = propagate
+        logging.raiseExceptions = raises
     assert [text_of(sent) for sent in found] == [expected[prompt] for prompt in PROMPTS]
     assert bad[0]["status"] == 400
     assert Full.written >= 4

@@ -28,9 +28,10 @@ class Replica:
 
     def __init__(self, config: ServerConfig) -> None:
         from specbeam.apps.serve.app import BeamServer
-        from specbeam.apps.serve.run import load_pair, set_up_log
+        from specbeam.apps.serve.logs import set_up_log
+        from specbeam.apps.serve.run import load_pair
 
-        set_up_log()
+        set_up_log(config.log_level)
         self.server = BeamServer(config, partial(load_pair, config))
         self.server.start()
 

@@ -11,14 +11,14 @@ from functools import lru_cache
 from typing import Any
 
 from specbeam import Beam, Generation, Pair, __version__
-from specbeam.apps.serve.engine import Job
+from specbeam.apps.serve.engine import Draining, Job
 from specbeam.apps.serve.mapping import Order
 from specbeam.apps.serve.scoring import TokenScore
 from specbeam.apps.serve.tools import MARKS, ToolCall, calls_in, forced_call, start_of_calls
 from specbeam.core import weights_key
 from specbeam.core.draft import NoDraft
 from specbeam.doors import Request, as_texts, text_of_tokens
-from specbeam.errors import SpecbeamError, TooFewAnswers
+from specbeam.errors import Cancelled, SpecbeamError, TimedOut, TooFewAnswers
 
 NO_LOGPROB = -9999.0  # OpenAI's number for a token of probability 0
 
@@ -70,22 +70,48 @@ def generations_of(
     """Return the generations of each prompt, the deviations from the request, and the error if a text failed."""
     by_prompt: list[list[Generation]] = [[] for _ in order.prompts]
     warnings = [*order.warnings]
-    failure: SpecbeamError | None = None
-    for job in jobs:
-        result = request.result(job.session)
-        if isinstance(result, TooFewAnswers) and result.generations:
+    results = [request.result(job.session) for job in jobs]
+    failed = [result for result in results if isinstance(result, SpecbeamError)]
+    missed = [result for result in failed if isinstance(result, MISSED)]
+    if hard := [one for one in failed if not isinstance(one, (*MISSED, TooFewAnswers)) or _is_empty(one)]:
+        return by_prompt, warnings, hard[-1]
+    if len(missed) == len(results):
+        return by_prompt, warnings, missed[-1]
+    for message, times in Counter(map(str, missed)).items():
+        warnings.append(f"{times} of {len(results)} texts were not decoded and are empty: {message}")
+    for job, result in zip(jobs, results, strict=True):
+        own = by_prompt[request.prompt_of[job.session.place]]
+        if isinstance(result, TooFewAnswers):
             warnings.append(f"there are {len(result.generations)} answers, but n is {order.count}: {result}")
             result = result.generations
         if isinstance(result, SpecbeamError):
-            failure = result
+            own += _empty(request, order, job)
             continue
         if job.cut:
             warnings.append(f"a text was cut off: {job.cut}")
-        by_prompt[request.prompt_of[job.session.place]] += result
+        own += result
     form = order.settings.form_kind
     if form is not None and any(one and not one[0].beams[0].finished for one in by_prompt):
         warnings.append(f"a text was cut off before it satisfied its {form}")
-    return by_prompt, warnings, failure
+    return by_prompt, warnings, None
+
+
+# How a text may end without being decoded while others of its request are: they are answered.
+MISSED = (TimedOut, Cancelled, Draining)
+
+
+def _is_empty(error: SpecbeamError) -> bool:
+    return isinstance(error, TooFewAnswers) and not error.generations
+
+
+def _empty(request: Request, order: Order, job: Job) -> list[Generation]:
+    """Return the answers for a text that was not decoded: empty and cut off; none if the best of more are returned."""
+    if order.method.beams == 1 and order.drawn > order.count:
+        return []
+    session = job.session
+    nothing = Beam([], math.nan, "", finished=False)
+    answer = Generation("", [], [nothing], session.report(0), session.prompt)
+    return [answer] * (order.count if order.method.beams > 1 else 1)
 
 
 def choices_of(

@@ -569,7 +569,7 @@ def _engine_limits(config: ServerConfig, pair: Pair) -> EngineLimits:
     return EngineLimits(
         max_running=config.max_running,
         max_waiting=config.max_waiting,
-        max_running_per_key=config.max_running_per_key or config.max_running,
+        max_running_per_key=config.max_running_per_key,
         kv_bytes=int(config.kv_gb * 1e9) if config.kv_gb else half_of_free_memory(),
         chunk=config.chunk,
         prefix_bytes=config.prefix_cache_mb * MIB,

@@ -41,7 +41,7 @@ from specbeam.apps.serve.scoring import TokenScore
 from specbeam.apps.serve.trace import turn_record
 from specbeam.core import Session, Turn
 from specbeam.doors import GrowingText, Request, unsent
-from specbeam.errors import Cancelled, SpecbeamError
+from specbeam.errors import SpecbeamError
 
 PING_S = 15.0  # seconds without an event after which a stream sends a ping
 MOST_EVENTS = 256  # records of turns kept for a slow reader
@@ -271,10 +271,7 @@ class Asking:
         else:
             generations, warnings, failure = await self._in_pool(lambda: generations_of(self.request, self.jobs, order))
             if failure is not None:
-                if isinstance(failure, Cancelled) and any(one for one in generations):
-                    warnings.append(str(failure))
-                else:
-                    raise refusal_of(failure)
+                raise refusal_of(failure)
         scores: list[list[TokenScore]] | None = None
         generations = [answers * order.copies for answers in generations]
         chooses = order.method.beams == 1 and order.drawn > order.count

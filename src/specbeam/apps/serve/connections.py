@@ -113,7 +113,7 @@ class GuardedConnection(H11Protocol):
         """Whether a request is in progress."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._all.add(self)
         self._expect_head()
@@ -160,7 +160,7 @@ class GuardedConnection(H11Protocol):
             self.transport.write(TOO_SLOW)
         self.transport.close()
 
-    def eof_received(self) -> bool:  # type: ignore[override]
+    def eof_received(self) -> bool:
         """Keep the connection of a client that has sent its request, closed its own side, and still reads.
 
         A client that has gone altogether looks the same at first. It answers the next bytes with a reset, so it is sent

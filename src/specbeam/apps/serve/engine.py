@@ -59,7 +59,8 @@ class EngineLimits:
     Args:
         max_running: maximum number of sessions decoded at the same time.
         max_waiting: maximum number of waiting sessions.
-        max_running_per_key: maximum number of sessions of one key decoded at the same time.
+        max_running_per_key: maximum number of sessions of one key decoded at the same time; 0: all, but while there is more
+            than one key, an eighth of the places (at least one) stays free for the others.
         kv_bytes: memory for the KV caches of all sessions, target and draft together; None: no limit.
         chunk: number of prompt tokens stored per step, between the turns of other sessions.
         prefix_bytes: memory of the prefix cache, target and draft together; 0: no prefix cache.
@@ -67,7 +68,7 @@ class EngineLimits:
 
     max_running: int = 8
     max_waiting: int = 64
-    max_running_per_key: int = 8
+    max_running_per_key: int = 0
     kv_bytes: int | None = None
     chunk: int = 64
     prefix_bytes: int = 256 * 2**20
@@ -101,6 +102,7 @@ class Job:
         room: the KV cache that the job may need, by model.
         group: jobs of the same request, including this one; empty before it is submitted and after its end.
         is_queued: whether the job counts as waiting.
+        gives_way: whether the request is to be refused in favour of another key, unless it starts before.
         rows, length, moved: rows and length of its session at the last step, and the time of its last progress.
     """
 
@@ -128,6 +130,7 @@ class Job:
     room: dict[Any, "StoreRoom"] = field(default_factory=dict)
     group: Sequence["Job"] = ()
     is_queued: bool = False
+    gives_way: bool = False
     rows: int = 0
     length: int = 0
     moved: float = 0.0
@@ -198,6 +201,7 @@ class Engine:
         self._condition = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._queued = 0  # waiting jobs, including the inbox
+        self._queue_of: dict[str, dict[Job, None]] = {}  # by key, its waiting jobs, oldest first
         self._most_running = dict(most_running or {})
         self._tasks: deque[_Task] = deque()
         self._open: set[Future[Any]] = set()  # results that other threads wait for
@@ -235,20 +239,56 @@ class Engine:
                 )
         with self._condition:
             self._check_open()
-            free = max(self.limits.max_running - len(self.inside), 0)
-            if self._queued + len(jobs) > self.limits.max_waiting + free:
-                raise QueueFull(
-                    f"the queue is full: {self._queued} texts are waiting, {len(jobs)} more were sent, and at most "
-                    f"{self.limits.max_waiting} may wait; try again later"
-                )
+            self._make_room(jobs)
             self._queued += len(jobs)
             now = time.monotonic()
             for job in jobs:
                 job.arrived = now
                 job.group = jobs
                 job.is_queued = True
+                self._queue_of.setdefault(job.key, {})[job] = None
             self._inbox.append(lambda: self._take(jobs))
             self._condition.notify()
+
+    def _make_room(self, jobs: Sequence[Job]) -> None:
+        """Make room in the queue for jobs of one key. Raises `QueueFull` if they must not have it.
+
+        In a full queue the key with most waiting texts, by weight, gives way: its newest requests that have not started
+        are refused. If all of them have started, the queue grows, at most to twice its size, because what is decoded is
+        never thrown away. So a key that fills the queue delays itself, and refuses nobody else.
+        """
+        free = max(self.limits.max_running - len(self.inside), 0)
+        excess = self._queued + len(jobs) - self.limits.max_waiting - free
+        if not jobs or excess <= 0:
+            return
+        weights = self._line.weights
+        own = jobs[0].key
+        load_of = {key: len(queue) / weights.get(key, 1.0) for key, queue in self._queue_of.items() if key != own}
+        load = (len(self._queue_of.get(own, ())) + len(jobs)) / weights.get(own, 1.0)
+        fullest = max(load_of, key=lambda key: load_of[key], default=own)
+        if load_of.get(fullest, 0.0) <= load or excess > self.limits.max_waiting:
+            raise QueueFull(
+                f"the queue is full: {self._queued} texts are waiting, {len(jobs)} more were sent, and at most "
+                f"{self.limits.max_waiting} may wait; try again later"
+            )
+        for job in reversed([*self._queue_of[fullest]]):
+            if excess <= 0 or load_of[fullest] <= load:
+                return
+            if job.gives_way or _has_begun(job):
+                continue
+            for one in job.group:
+                one.gives_way = True
+            excess -= len(job.group)
+            load_of[fullest] -= len(job.group) / weights.get(fullest, 1.0)
+            self._inbox.append(partial(self._give_way, job.group))
+
+    def _give_way(self, jobs: Sequence[Job]) -> None:
+        """Refuse a request whose places go to another key, unless it has started."""
+        if not _has_begun(jobs[0]):
+            message = (
+                "the queue is full, and this key has most texts in it; its newest request gave way: try again later"
+            )
+            self._each([*jobs], lambda job: self._end(job, QueueFull(message)))
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         """Cancel jobs at the next turn, except for finished ones."""
@@ -428,13 +468,16 @@ class Engine:
         with self._condition:
             if self.state in ("ended", "dead", "new"):
                 if refuse is not None:
-                    refuse(EngineFailed(f"the engine is {self.state}"))
+                    ended = self.state == "ended"
+                    refuse(
+                        Draining("the server has shut down") if ended else EngineFailed(f"the engine is {self.state}")
+                    )
                 return
             self._inbox.append(order)
             self._condition.notify()
 
     def _check_open(self) -> None:
-        if self.state == "draining":
+        if self.state in ("draining", "ended"):
             raise Draining("the server is shutting down and accepts no more requests; try another one")
         if self.state != "ready":
             raise EngineFailed(f"the engine is {self.state}")
@@ -519,7 +562,7 @@ class Engine:
         now = time.monotonic()
         late = [job for job in self._line if now > job.end_by]
         self._each(late, self._end_late)
-        waiting = [job for job in self._line if now > job.start_by]
+        waiting = [job for job in self._line if now > job.start_by and not _has_begun(job)]
         self._each(
             waiting, lambda job: self._end(job, QueueTimeout("the queue did not clear in time; try again later"))
         )
@@ -544,20 +587,27 @@ class Engine:
             job = self._line.pop(
                 now,
                 lambda job: not (job.alone and self.inside) and self._has_room([*self.inside, job]),
-                lambda key: self._most_running.get(key, self.limits.max_running_per_key),
+                self._most_running_of,
             )
             if job is None:
                 return
             with self._condition:
                 self.inside.append(job)  # before it leaves the line, so that `drain` always sees it in one of the two
-                job.is_queued = False
-                self._queued -= 1
+                self._leave_queue(job)
             job.started = now
             job.session.count.restart()
             try:
                 self._decoder.add(job.session)
             except SpecbeamError as error:
                 self._end(job, error)
+
+    def _most_running_of(self, key: str) -> int:
+        """Return the maximum number of running jobs of a key."""
+        most = self.limits.max_running
+        given = self._most_running.get(key, self.limits.max_running_per_key)
+        if given:
+            return given
+        return max(most - max(most // 8, 1), 1) if len(self._line.weights) > 1 else most
 
     def _step(self) -> None:
         """Take a step of the decoder, and report the progress of each job."""
@@ -636,14 +686,17 @@ class Engine:
 
     def _end_late(self, job: Job) -> None:
         """End a job at its time limit: with its text so far, if it has any."""
-        if job.session.length == 0:
-            self._end(
-                job, TimedOut("the request timed out before its first token; raise request_timeout or ask for less")
-            )
-        else:
-            job.cut = "it reached the time limit"
-            self._decoder.release(job.session)
-            self._finish(job)
+        late = TimedOut("the request timed out before its first token; raise request_timeout or ask for less")
+        self._cut(job, "it reached the time limit", late)
+
+    def _cut(self, job: Job, reason: str, error: SpecbeamError) -> None:
+        """End a job with its text so far, or with an error if it has none."""
+        if job not in self.inside or job.session.length == 0 or job.session.failure is not None:
+            self._end(job, error)
+            return
+        job.cut = reason
+        self._decoder.release(job.session)
+        self._finish(job)
 
     def _end(self, job: Job, error: SpecbeamError) -> None:
         """End a waiting or running job with an error."""
@@ -667,8 +720,18 @@ class Engine:
     def _uncount(self, job: Job) -> None:
         """Stop counting a job as waiting. Jobs that `submit` refused are not counted."""
         with self._condition:
-            self._queued -= job.is_queued
-            job.is_queued = False
+            self._leave_queue(job)
+
+    def _leave_queue(self, job: Job) -> None:
+        """The same, for a caller that holds the condition."""
+        if not job.is_queued:
+            return
+        job.is_queued = False
+        self._queued -= 1
+        own = self._queue_of[job.key]
+        del own[job]
+        if not own:
+            del self._queue_of[job.key]
 
     def _finish(self, job: Job) -> None:
         """Remove a running job that is over, and report its end."""
@@ -739,7 +802,7 @@ class Engine:
 
     def _refuse_waiting(self) -> None:
         for job in [*self._line]:
-            if not any(other.started is not None for other in job.group):
+            if not _has_begun(job):
                 self._end(job, Draining("the server is shutting down; try another one"))
 
     def _restart(self, error: Exception) -> None:
@@ -796,12 +859,16 @@ class Engine:
         self._obey(orders)
         is_dead = self.state == "dead"
         end = EngineFailed("the engine is dead") if is_dead else Draining("the server has shut down")
-        self._each([*self._line, *self.inside], lambda job: self._end(job, end))
+        leave = (
+            partial(self._end, error=end) if is_dead else partial(self._cut, reason="the server shut down", error=end)
+        )
+        self._each([*self._line, *self.inside], leave)
         for one in self._tasks:
             one.close()
         self._tasks.clear()
+        stopped = EngineFailed("the engine has stopped") if is_dead else Draining("the server has shut down")
         for future in [*self._open]:
-            _fail(future, EngineFailed("the engine has stopped"))
+            _fail(future, stopped)
         with suppress(Exception):
             self._decoder.close()
         for lm in self._models():
@@ -838,6 +905,11 @@ def _fail(future: "Future[Any]", error: Exception) -> None:
     """End a future with an error unless it is done: its caller may have cancelled it."""
     with suppress(InvalidStateError):
         future.set_exception(error)
+
+
+def _has_begun(job: Job) -> bool:
+    """Return whether a text of the job's request has started."""
+    return any(other.started is not None for other in (*job.group, job))
 
 
 def _failure_by(error: Exception) -> EngineFailed:

@@ -100,7 +100,7 @@ def uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         app,
         host=config.host,
         port=config.port,
-        http=partial(GuardedConnection, connections),  # type: ignore[arg-type]
+        http=partial(GuardedConnection, connections),
         ssl_certfile=config.tls_cert or None,
         ssl_keyfile=config.tls_key or None,
         log_config=None,
