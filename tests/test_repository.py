@@ -71,6 +71,14 @@ def test_workflows_and_forms_can_be_read():
                     assert target in targets, f"{file.name}: make {target}"
 
 
+@in_clone
+def test_workflows_run_actions_at_fixed_commits():
+    """A tag can be moved to other code."""
+    for file in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        for used in re.findall(r"uses: (.+)", file.read_text(encoding="utf-8")):
+            assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+", used), f"{file.name}: {used}"
+
+
 def test_stubs_say_each_name_once_and_lead_to_it():
     for stub in (ROOT / "src" / "specbeam").rglob("*.pyi"):
         names = [alias.asname for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)
