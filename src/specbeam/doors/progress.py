@@ -56,6 +56,36 @@ def _of_first_text() -> int:
     return sum(line.startswith(('["step"', '["entry"')) for line in lines)
 
 
+class CompilationWatch:
+    """Whether this process compiles steps now, for those who wait for a text elsewhere."""
+
+    def __init__(self) -> None:
+        self._under_way = 0  # number of nested compilations
+
+    def note(self, begins: bool) -> None:
+        """Note that the compilation of a step begins or ends."""
+        self._under_way = max(self._under_way + (1 if begins else -1), 0)
+
+    @property
+    def progress(self) -> dict[str, int | None] | None:
+        """The number of steps so far ("done"), and that of a first text ("total"; None if it has as many); None if nothing
+        is compiled now."""
+        if not self._under_way:
+            return None
+        done, total = _steps()
+        return {"done": done, "total": total}
+
+
+@cache
+def compilation_watch() -> CompilationWatch:
+    """Return the watch of this process."""
+    from specbeam.core.compiling.forms import listen
+
+    watch = CompilationWatch()
+    listen(watch.note)
+    return watch
+
+
 def show_compilation() -> None:
     """Show a bar whenever steps are compiled, if standard error is a terminal or this is a notebook; once per process.
 

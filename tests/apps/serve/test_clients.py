@@ -1,8 +1,11 @@
 """What clients of other servers send and read: histories, calls, forms, streams, and pages of another origin."""
 
+import time
+
 import pytest
 
 import specbeam as sb
+from specbeam.doors import compilation_watch
 from specbeam.doors.chats import prompt_of_messages
 from specbeam.doors.cli.talking import ChatOptions, Cost, PairSpeaker
 from specbeam.doors.sources import token_ids
@@ -15,7 +18,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
 from specbeam.apps.serve.config import ServerConfig
-from tests.support.asgi import asking, choices_of
+from tests.support.asgi import asking, choices_of, events_of
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"
@@ -518,3 +521,33 @@ def test_the_chat_of_a_terminal_shows_exactly_the_text(kind, monkeypatch):
         ]
         assert "".join(pieces) == whole.text
         assert cost.tokens == 24
+
+
+# Compilation.
+
+
+def test_a_stream_says_that_code_is_compiled_to_clients_that_know_of_it(monkeypatch):
+    """Events without choices for those with a `specbeam` object, comments for others."""
+    monkeypatch.setattr("specbeam.apps.serve.asking.COMPILING_S", 0.05)
+    pair = worded_pair()
+    watch = compilation_watch()
+    with asking(pair) as other:
+        make = type(sb.sampling()).parts
+
+        def slow(self, *given):
+            watch.note(True)
+            time.sleep(0.4)
+            watch.note(False)
+            return make(self, *given)
+
+        monkeypatch.setattr(type(sb.sampling()), "parts", slow)
+        body = {"prompt": "Hallo", "max_tokens": 3, "seed": 1, "stream": True}
+        known = other("/v1/completions", body | {"specbeam": {"method": "sampling"}})
+        notes = [one["specbeam"]["compiling"] for one in events_of(known) if "compiling" in (one.get("specbeam") or {})]
+        assert len(notes) > 1
+        assert all(note["done"] >= 0 for note in notes)
+        texts, _ = streamed_texts(known)
+        assert len(texts[0]) == 3
+        plain = other("/v1/completions", body | {"num_beams": 2})
+        assert not [one for one in events_of(plain) if "compiling" in (one.get("specbeam") or {})]
+        assert ": ping\n\n" in plain.text

@@ -73,7 +73,16 @@ from specbeam.apps.serve.speech_orders import AudioBody
 from specbeam.apps.speech.audio import RATE
 from specbeam.apps.speech.transcribe import TEMPERATURES, SpeechSettings, Thresholds, ears_of, extractor_of, methods_of
 from specbeam.core import TURNS
-from specbeam.doors import BUNDLED_TEMPLATE, USUAL_BEAMS, Settings, chosen_by_speed, hears, method_from, usual_method
+from specbeam.doors import (
+    BUNDLED_TEMPLATE,
+    USUAL_BEAMS,
+    Settings,
+    chosen_by_speed,
+    compilation_watch,
+    hears,
+    method_from,
+    usual_method,
+)
 from specbeam.doors import Request as SessionRequest
 from specbeam.errors import BadSetting, MissingFile, NotSupported, SpecbeamError
 from specbeam.recipes import HEAD_RECIPES, recipe_of
@@ -158,6 +167,7 @@ class BeamServer:
             CONSTRAINTS, "specbeam constraint", CONSTRAINTS_PER_KEY, config.compile_timeout, patience
         )
         self._readers = KeyedPool(READERS, "specbeam reader", READERS_PER_KEY, READ_S, patience)
+        compilation_watch()  # counts from now on
         self._shown: set[Asking] = set()  # requests whose turns are shown or audited
         self._unfit: frozenset[str] = frozenset()  # methods that the pair cannot run, for lack of a draft for example
         self._new: dict[str, deque[float]] = {}  # by key, the times of its latest requests with new method settings
@@ -286,7 +296,7 @@ class BeamServer:
         self.check_new(order.method_key, client)
         self._take(asking)
         try:
-            await asking.submit(self._constraints)
+            await asking.begin(self._constraints)
         except (Refusal, SpecbeamError) as error:
             self._let_go(asking)
             raise self.refusal(error) from error

@@ -40,10 +40,11 @@ from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of
 from specbeam.apps.serve.scoring import TokenScore
 from specbeam.apps.serve.trace import turn_record
 from specbeam.core import Session, Turn
-from specbeam.doors import GrowingText, Request, unsent
-from specbeam.errors import SpecbeamError
+from specbeam.doors import GrowingText, Request, compilation_watch, unsent
+from specbeam.errors import Cancelled, SpecbeamError
 
 PING_S = 15.0  # seconds without an event after which a stream sends a ping
+COMPILING_S = 1.0  # seconds between two notes that steps are compiled
 MOST_EVENTS = 256  # records of turns kept for a slow reader
 LIVE_S = 0.05  # seconds between two records of live beams
 ENDED_ECHO = {"finish_reason": "length", "stop_reason": None}  # how a prompt without new tokens ends
@@ -76,6 +77,8 @@ class Asking:
         self._loop = asyncio.get_running_loop()
         self._moved = asyncio.Event()
         self._request: Request | None = None
+        self._submitting: asyncio.Task[None] | None = None
+        self._last_sent = time.monotonic()  # when a stream last sent something
         self._make: Callable[[], Request] | None = None
         self._began_again = False
         self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
@@ -138,6 +141,27 @@ class Asking:
             return
         self.jobs = [self._job(session) for session in self.request.sessions]
         self.engine.submit(self.jobs)
+
+    async def begin(self, constraints: KeyedPool) -> None:
+        """Submit the request; a stream may begin before that is done, because new methods are compiled first.
+
+        Arguments and errors are those of `submit`; later errors are raised in the stream.
+        """
+        self._submitting = asyncio.ensure_future(self.submit(constraints))
+        done, _ = await asyncio.wait([self._submitting], timeout=COMPILING_S if self.order.streams else None)
+        if done:
+            await self._submitted()
+
+    async def _submitted(self) -> None:
+        """Wait until the request is submitted. Raises `Refusal` if it is not accepted, or cancelled before."""
+        assert self._submitting is not None
+        try:
+            await asyncio.wait([self._submitting])
+        finally:
+            self._submitting.cancel()
+        if self._submitting.cancelled():
+            raise refusal_of(Cancelled("it was cancelled"))
+        self._submitting.result()
 
     async def _begins_again(self, sent: Iterable[str] = ()) -> bool:
         """Repeat the request, once, if its texts were lost by a fault of another request; return True if it is repeated.
@@ -242,6 +266,8 @@ class Asking:
 
     def cancel(self) -> None:
         """Cancel the unfinished texts."""
+        if self._submitting is not None:
+            self._submitting.cancel()
         left = [job for job in self.jobs if not job.is_over]
         if left:
             self.engine.cancel(left)
@@ -398,6 +424,12 @@ class Asking:
         """
         order = self.order
         sent: dict[int, str] = {}
+        assert self._submitting is not None
+        while not self._submitting.done():
+            await asyncio.wait([self._submitting], timeout=COMPILING_S)
+            for note in self._notes():
+                yield note
+        await self._submitted()
         indices = self._indices()
         for number in sorted(index for each in indices.values() for index in each):
             sent[number] = ""
@@ -444,9 +476,25 @@ class Asking:
             if self.is_over:
                 return
             try:
-                await asyncio.wait_for(self._moved.wait(), PING_S)
+                await asyncio.wait_for(self._moved.wait(), COMPILING_S)
+                self._last_sent = time.monotonic()
             except TimeoutError:
-                yield None
+                for note in self._notes():
+                    yield note
+
+    def _notes(self) -> list[dict[str, Any] | None]:
+        """Return what a stream sends while nothing moves: that steps are compiled, or a ping from time to time.
+
+        Only clients that know the object `specbeam` get events without choices; to others a ping is sent.
+        """
+        compiling = compilation_watch().progress
+        now = time.monotonic()
+        if compiling is None and now - self._last_sent < PING_S:
+            return []
+        self._last_sent = now
+        if compiling is None or self.order.body.specbeam is None:
+            return [None]
+        return [self._head(self._kind) | {"choices": [], "specbeam": {"compiling": compiling}}]
 
     def _indices(self) -> dict[int, list[int]]:
         """Return the indices of the choices of each session, by its place, without choices that `min_logp` may drop."""
@@ -556,6 +604,8 @@ class Asking:
             yield chunk
 
 
+# sse-starlette would add pings, which a stream already has between its waits, and a task per stream that watches for the end
+# of the server, which drains itself. What is left is this line of format.
 def as_event(chunk: dict[str, Any] | None) -> bytes:
     """Return a chunk as a server-sent event; None as a comment, which clients ignore."""
     if chunk is None:

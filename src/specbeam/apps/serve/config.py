@@ -9,6 +9,8 @@ from typing import Any
 
 from specbeam.errors import BadSetting, MissingFile
 
+# pydantic-settings would read every variable SPECBEAM_*, some of which are not the server's, and its errors name none of the
+# three places where a setting may come from. Types and bounds of a dataclass need no package on the command line.
 MIB = 2**20
 
 

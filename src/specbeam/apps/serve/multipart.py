@@ -5,6 +5,8 @@ from email.message import Message
 
 from specbeam.apps.serve.refusals import Refusal, invalid, shown
 
+# python-multipart, by Starlette, would write files above 1 MiB to the disk and count parts only while it parses. Here the
+# body is in memory already, within its limit, and two searches per part find its bounds; errors name what is wrong.
 MOST_PARTS = 64
 LONGEST_BOUNDARY = 70  # characters, by RFC 2046
 LONGEST_HEAD = 4096  # bytes of the headers of a part

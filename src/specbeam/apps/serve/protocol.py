@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from specbeam.apps.serve.refusals import MOST_PROBLEMS, Refusal, invalid, shown
 from specbeam.doors import LARGEST_INTEGER, OPTIONS, kind_of, nearest
 
+# openai's own types for bodies are TypedDicts without bounds, which would accept unknown fields and leave each limit to be
+# checked here, and its package (27 MB) would come to every server. The tests read all answers by its types instead.
 DEEPEST = 32  # levels of nested brackets in a body
 MOST_PROMPTS = 4096  # checked before validation; the operator's limit is lower
 Text = Annotated[str, Field(max_length=2**20)]
