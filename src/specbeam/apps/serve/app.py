@@ -33,7 +33,7 @@ from specbeam import (
     speculative_beam_search,
 )
 from specbeam.apps.serve.answers import fingerprint, token_text
-from specbeam.apps.serve.asking import DONE, Asking, as_event, new_number
+from specbeam.apps.serve.asking import BUSY, DONE, Asking, as_event, new_number, too_late
 from specbeam.apps.serve.auth import Client, Keys
 from specbeam.apps.serve.bodies import read_body, unless_gone
 from specbeam.apps.serve.bounds import characters_per_token
@@ -46,11 +46,12 @@ from specbeam.apps.serve.mapping import (
     Served,
     chat_ids,
     check_model,
+    number_of_texts,
     order_of,
     prompt_ids,
 )
 from specbeam.apps.serve.metrics import ServerMetrics
-from specbeam.apps.serve.pools import KeyedPool
+from specbeam.apps.serve.pools import KeyedPool, Pools
 from specbeam.apps.serve.protocol import (
     Body,
     ChatBody,
@@ -163,10 +164,11 @@ class BeamServer:
         self._load = load
         self._served: Served | None = None
         patience = config.queue_timeout
-        self._constraints = KeyedPool(
-            CONSTRAINTS, "specbeam constraint", CONSTRAINTS_PER_KEY, config.compile_timeout, patience
+        self._pools = Pools(
+            KeyedPool(READERS, "specbeam reader", READERS_PER_KEY, READ_S, patience),
+            KeyedPool(READERS, "specbeam large reader", READERS_PER_KEY, READ_S, patience),
+            KeyedPool(CONSTRAINTS, "specbeam constraint", CONSTRAINTS_PER_KEY, config.compile_timeout, patience),
         )
-        self._readers = KeyedPool(READERS, "specbeam reader", READERS_PER_KEY, READ_S, patience)
         compilation_watch()  # counts from now on
         self._shown: set[Asking] = set()  # requests whose turns are shown or audited
         self._unfit: frozenset[str] = frozenset()  # methods that the pair cannot run, for lack of a draft for example
@@ -226,8 +228,7 @@ class BeamServer:
     def close_pools(self) -> None:
         """Stop the threads that work for requests after their current work."""
         self.pool.shutdown(wait=False, cancel_futures=True)
-        self._constraints.close()
-        self._readers.close()
+        self._pools.close()
         self.speech.close()
 
     def give_up(self, reason: str) -> None:
@@ -273,7 +274,8 @@ class BeamServer:
         """
         client = self.client(http)
         served = self.served
-        assert self.engine is not None
+        engine = self.engine
+        assert engine is not None
         raw = await read_body(http, self.config.max_body)
         note = http.scope["state"]["note"]
         note["key"] = client.name
@@ -281,7 +283,10 @@ class BeamServer:
         def ordered() -> tuple[Order, ResponseForm | None]:
             body, form = read(raw)
             try:
+                engine.check_room(client.name, number_of_texts(body))
                 return order_of(body, served), form
+            except SpecbeamError as error:
+                raise self.refusal(error) from error
             except Refusal as refusal:
                 raise refusal if form is None else in_response_names(refusal) from refusal
 
@@ -290,13 +295,13 @@ class BeamServer:
         note |= {"method": order.method.name, "prompts": len(order.prompts), "n": order.count}
         if self.config.log_texts:
             note["texts"] = order.texts
-        asking = Asking(order, served, self.engine, client, self.pool, self.free_number(http))
+        asking = Asking(order, served, engine, client, self.pool, self.free_number(http))
         asking.fingerprint = self.fingerprint
         asking.pool_key = pool_key
         self.check_new(order.method_key, client)
         self._take(asking)
         try:
-            await asking.begin(self._constraints)
+            await asking.begin(self._pools)
         except (Refusal, SpecbeamError) as error:
             self._let_go(asking)
             raise self.refusal(error) from error
@@ -446,21 +451,12 @@ class BeamServer:
         return client.name if self.keys.needed or http.client is None else http.client.host
 
     async def _read(self, raw: bytes, pool_key: str, function: Callable[[], Result]) -> Result:
-        """Return the result of a function that reads a body.
+        """Return the result of a function that reads a body, in threads of which each key has a part.
 
-        Large bodies take seconds to tokenize, so they have threads of their own, of which each key has a part.
+        Large bodies take seconds to tokenize, so small ones do not wait for them.
         """
-        if len(raw) < LARGE:
-            return await self.in_pool(function)
-        late = Refusal(
-            408,
-            "timeout_error",
-            "request_timeout",
-            f"reading the body took more than {READ_S:g} seconds; send less text",
-        )
-        return await self._readers.make(
-            pool_key, function, "too many large bodies are being read; try again later", late
-        )
+        pool = self._pools.small if len(raw) < LARGE else self._pools.large
+        return await pool.make(pool_key, function, BUSY, too_late())
 
     def methods(self) -> list[dict[str, Any]]:
         """Return the methods that requests may use, with their laws and settings."""

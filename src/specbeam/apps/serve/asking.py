@@ -35,7 +35,7 @@ from specbeam.apps.serve.answers import (
 from specbeam.apps.serve.auth import Client
 from specbeam.apps.serve.engine import Engine, Job
 from specbeam.apps.serve.mapping import Order, Served
-from specbeam.apps.serve.pools import KeyedPool
+from specbeam.apps.serve.pools import Pools
 from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of
 from specbeam.apps.serve.scoring import TokenScore
 from specbeam.apps.serve.trace import turn_record
@@ -48,6 +48,7 @@ COMPILING_S = 1.0  # seconds between two notes that steps are compiled
 MOST_EVENTS = 256  # records of turns kept for a slow reader
 LIVE_S = 0.05  # seconds between two records of live beams
 ENDED_ECHO = {"finish_reason": "length", "stop_reason": None}  # how a prompt without new tokens ends
+BUSY = "too many requests of this key are being read; try again later"
 Result = TypeVar("Result")
 
 
@@ -102,12 +103,8 @@ class Asking:
         """The id of the answer."""
         return f"{'chatcmpl' if self.order.is_chat else 'cmpl'}-{self.number}"
 
-    async def submit(self, constraints: KeyedPool) -> None:
-        """Submit the request to the engine. Raises `Refusal` if it cannot be accepted.
-
-        Args:
-            constraints: compiles the constraint of the request.
-        """
+    async def submit(self, pools: Pools) -> None:
+        """Submit the request to the engine. Raises `Refusal` if it cannot be accepted."""
         order = self.order
         making = self.engine.prepare(order.method, order.method_key)
         if making is not None:
@@ -121,7 +118,7 @@ class Asking:
         self._make = make
         try:
             if order.constraint_field is None:
-                self._request = await self._in_pool(make)
+                self._request = await pools.small.make(self.pool_key, make, BUSY, too_late())
             else:
                 late = invalid(
                     f"the constraint took more than {self.served.config.compile_timeout:g} seconds to compile; simplify it",
@@ -129,7 +126,7 @@ class Asking:
                     "bad_grammar",
                 )
                 busy = "too many constraints are being compiled; try again later"
-                self._request = await constraints.make(self.pool_key, make, busy, late)
+                self._request = await pools.constraints.make(self.pool_key, make, busy, late)
         except (Refusal, SpecbeamError) as error:
             refusal = refusal_of(error)
             if refusal.code == "bad_grammar" and order.constraint_field is not None:
@@ -142,12 +139,12 @@ class Asking:
         self.jobs = [self._job(session) for session in self.request.sessions]
         self.engine.submit(self.jobs)
 
-    async def begin(self, constraints: KeyedPool) -> None:
+    async def begin(self, pools: Pools) -> None:
         """Submit the request; a stream may begin before that is done, because new methods are compiled first.
 
         Arguments and errors are those of `submit`; later errors are raised in the stream.
         """
-        self._submitting = asyncio.ensure_future(self.submit(constraints))
+        self._submitting = asyncio.ensure_future(self.submit(pools))
         done, _ = await asyncio.wait([self._submitting], timeout=COMPILING_S if self.order.streams else None)
         if done:
             await self._submitted()
@@ -619,3 +616,8 @@ DONE = b"data: [DONE]\n\n"
 def new_number() -> str:
     """Return a random id for a request."""
     return secrets.token_hex(12)
+
+
+def too_late() -> Refusal:
+    """Return the refusal of a request whose reading takes too long."""
+    return Refusal(408, "timeout_error", "request_timeout", "reading the request took too long; send less text")

@@ -250,36 +250,51 @@ class Engine:
             self._inbox.append(lambda: self._take(jobs))
             self._condition.notify()
 
-    def _make_room(self, jobs: Sequence[Job]) -> None:
-        """Make room in the queue for jobs of one key. Raises `QueueFull` if they must not have it.
+    def check_room(self, key: str, count: int) -> None:
+        """Raise what `submit` would raise for this number of texts of a key, before there is any work for them."""
+        with self._condition:
+            self._check_open()
+            self._room_for(key, count)
+
+    def _room_for(self, own: str, count: int) -> tuple[int, str, dict[str, float]]:
+        """Return how many places texts lack in the queue, the key that gives way, and the load of the other keys.
 
         In a full queue the key with most waiting texts, by weight, gives way: its newest requests that have not started
         are refused. If all of them have started, the queue grows, at most to twice its size, because what is decoded is
         never thrown away. So a key that fills the queue delays itself, and refuses nobody else.
+
+        Raises `QueueFull` if the texts must not have the places.
         """
         free = max(self.limits.max_running - len(self.inside), 0)
-        excess = self._queued + len(jobs) - self.limits.max_waiting - free
-        if not jobs or excess <= 0:
-            return
+        excess = self._queued + count - self.limits.max_waiting - free
+        if count == 0 or excess <= 0:
+            return 0, own, {}
         weights = self._line.weights
-        own = jobs[0].key
         load_of = {key: len(queue) / weights.get(key, 1.0) for key, queue in self._queue_of.items() if key != own}
-        load = (len(self._queue_of.get(own, ())) + len(jobs)) / weights.get(own, 1.0)
+        load = (len(self._queue_of.get(own, ())) + count) / weights.get(own, 1.0)
         fullest = max(load_of, key=lambda key: load_of[key], default=own)
         if load_of.get(fullest, 0.0) <= load or excess > self.limits.max_waiting:
             raise QueueFull(
-                f"the queue is full: {self._queued} texts are waiting, {len(jobs)} more were sent, and at most "
+                f"the queue is full: {self._queued} texts are waiting, {count} more were sent, and at most "
                 f"{self.limits.max_waiting} may wait; try again later"
             )
+        return excess, fullest, load_of | {own: load}
+
+    def _make_room(self, jobs: Sequence[Job]) -> None:
+        """Make room in the queue for jobs of one key; see `_room_for`."""
+        own = jobs[0].key if jobs else ""
+        excess, fullest, load_of = self._room_for(own, len(jobs))
+        if excess == 0:
+            return
         for job in reversed([*self._queue_of[fullest]]):
-            if excess <= 0 or load_of[fullest] <= load:
+            if excess <= 0 or load_of[fullest] <= load_of[own]:
                 return
             if job.gives_way or _has_begun(job):
                 continue
             for one in job.group:
                 one.gives_way = True
             excess -= len(job.group)
-            load_of[fullest] -= len(job.group) / weights.get(fullest, 1.0)
+            load_of[fullest] -= len(job.group) / self._line.weights.get(fullest, 1.0)
             self._inbox.append(partial(self._give_way, job.group))
 
     def _give_way(self, jobs: Sequence[Job]) -> None:

@@ -181,6 +181,15 @@ def order_of(body: Body, served: Served) -> Order:
     )  # fmt: skip
 
 
+def number_of_texts(body: Body) -> int:
+    """Return the smallest number of texts that a request decodes, before its prompts are read."""
+    if body.max_tokens == 0:
+        return 0
+    if not isinstance(body, CompletionBody):
+        return 1
+    return len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
+
+
 def _without_effect(body: Body, served: Served) -> list[str]:
     """Return a warning for each field of a body that has no effect."""
     found = []

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from specbeam.apps.serve.refusals import Refusal
@@ -112,3 +113,22 @@ class KeyedPool(LimitedPool):
         if not self._inside[key]:
             del self._inside[key]
             del self._own[key]
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The threads that work for requests before they are decoded.
+
+    Attributes:
+        small, large: read and tokenize small and large bodies.
+        constraints: compile constraints.
+    """
+
+    small: KeyedPool
+    large: KeyedPool
+    constraints: KeyedPool
+
+    def close(self) -> None:
+        """Stop all threads after their current work."""
+        for pool in (self.small, self.large, self.constraints):
+            pool.close()

@@ -105,6 +105,7 @@ def uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         ssl_keyfile=config.tls_key or None,
         log_config=None,
         access_log=False,
+        backlog=4096,  # a burst of connections beyond it waits for seconds, because the kernel drops it first
         timeout_keep_alive=30,
         timeout_graceful_shutdown=5,
         server_header=False,
