@@ -746,20 +746,29 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+_ANSWERED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "the answer, or with stream: true its events",
+        "content": {"application/json": {}, "text/event-stream": {"schema": {"type": "string"}}},
+    },
+    **_ERRORS,
+}
+
+
 def _add_decoding(app: FastAPI, server: BeamServer) -> None:
     audio = _body(AudioBody, "multipart/form-data")
 
-    @app.post("/v1/completions", responses=_ERRORS, openapi_extra=_body(CompletionBody), response_model=None)
+    @app.post("/v1/completions", responses=_ANSWERED, openapi_extra=_body(CompletionBody), response_model=None)
     async def completions(http: Request) -> Response:
         """Complete prompts."""
         return await server.answer(http, lambda raw: (parse_body(CompletionBody, raw), None))
 
-    @app.post("/v1/chat/completions", responses=_ERRORS, openapi_extra=_body(ChatBody), response_model=None)
+    @app.post("/v1/chat/completions", responses=_ANSWERED, openapi_extra=_body(ChatBody), response_model=None)
     async def chat(http: Request) -> Response:
         """Answer a chat."""
         return await server.answer(http, lambda raw: (parse_body(ChatBody, raw), None))
 
-    @app.post("/v1/responses", responses=_ERRORS, openapi_extra=_body(ResponsesBody), response_model=None)
+    @app.post("/v1/responses", responses=_ANSWERED, openapi_extra=_body(ResponsesBody), response_model=None)
     async def responses(http: Request) -> Response:
         """Answer a conversation in the form of OpenAI's Responses API, without storing it."""
         return await server.answer(http, response_request)

@@ -276,17 +276,15 @@ class ResponseForm:
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": False,
-            "temperature": body.temperature,
             "text": {"format": wishes.format or {"type": "text"}, "verbosity": wishes.verbosity or "medium"},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": getattr(body, "top_p", None),
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
             "user": body.user,
             "metadata": body.metadata or {},
-        }
+        } | {name: getattr(body, name) for name in OfBody.model_fields}
 
     async def events(self, chunks: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[dict[str, Any] | None]:
         """Yield the events of a response for the chunks of a chat; None for a ping."""
