@@ -119,6 +119,24 @@ def test_a_place_stays_free_for_other_keys(plain):
         assert most == 4
 
 
+@pytest.mark.parametrize(("weights", "most"), [({"flood": 1.0, "other": 1.0}, 4), ({"flood": 3.0, "other": 1.0}, 6)])
+def test_keys_in_use_share_the_running_places_by_weight(plain, weights, most, monkeypatch):
+    """Also between the requests of a key that sends one after the other."""
+    monkeypatch.setattr("specbeam.apps.serve.engine.ACTIVE_S", 600.0)
+    with Engine(plain, EngineLimits(max_running=8, max_waiting=80, chunk=CHUNK), weights) as engine:
+        first = request(plain, "other", 1)
+        engine.submit(first.jobs)
+        assert outcome(first) == {"NoneType"}
+        flood = request(plain, "flood", 30, max_new_tokens=40)
+        engine.submit(flood.jobs)
+        seen = 0
+        while not all(job.is_over for job in flood.jobs):
+            seen = max(seen, sum(job.key == "flood" for job in [*engine.inside]))
+            time.sleep(0.001)
+        assert seen == most
+        assert set(engine._last_job) == {"other", "flood"}
+
+
 def test_texts_of_a_request_that_has_started_wait_for_their_turn(plain):
     """The time in the queue ends with the first text of a request: 20 texts in 2 places need longer than one."""
     with Engine(plain, EngineLimits(max_running=1, max_waiting=40, chunk=CHUNK)) as engine:

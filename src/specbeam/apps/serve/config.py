@@ -41,8 +41,8 @@ class ServerConfig:
         header_timeout: seconds in which the head of a request must arrive.
         log_level: "debug", "info", "warning" or "error".
         max_running, max_waiting: maximum numbers of texts decoded at the same time, and waiting.
-        max_running_per_key: maximum number of texts of a key decoded at the same time; 0: `max_running`, less an
-            eighth of it (at least one) if there are several keys.
+        max_running_per_key: maximum number of texts of a key decoded at the same time; 0: `max_running`; if there
+            are several keys, the key's part of it by weight among those in use.
         queue_timeout: seconds that a request may wait for its start.
         request_timeout: seconds from the arrival of a request to its end.
         drain_timeout: seconds that running requests get to finish when the server shuts down.

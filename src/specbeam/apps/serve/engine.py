@@ -1,6 +1,7 @@
 """The engine: one thread that owns a pair and decodes jobs for other threads; jobs join and leave between turns."""
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from specbeam.errors import Cancelled, SpecbeamError, TimedOut
 from specbeam.models import EncoderDecoderLM
 
 LOG = logging.getLogger("specbeam.serve")
+ACTIVE_S = 5.0  # seconds after its last job in which a key keeps its part of the places
 DELAY_S = 0.05  # seconds of decoding between two checks of the inbox
 BEATS_S = 0.5  # seconds between two checks of the clock while idle
 RESTARTS = 3  # faults within `RESTARTS_S` seconds after which the engine is dead
@@ -59,8 +61,9 @@ class EngineLimits:
     Args:
         max_running: maximum number of sessions decoded at the same time.
         max_waiting: maximum number of waiting sessions.
-        max_running_per_key: maximum number of sessions of one key decoded at the same time; 0: all, but while there is more
-            than one key, an eighth of the places (at least one) stays free for the others.
+        max_running_per_key: maximum number of sessions of one key decoded at the same time. 0: all if there is one key; if
+            there are several, the key's part by weight among those that have or just had jobs, and all but an eighth (at
+            least one) without others.
         kv_bytes: memory for the KV caches of all sessions, target and draft together; None: no limit.
         chunk: number of prompt tokens stored per step, between the turns of other sessions.
         prefix_bytes: memory of the prefix cache, target and draft together; 0: no prefix cache.
@@ -203,6 +206,7 @@ class Engine:
         self._queued = 0  # waiting jobs, including the inbox
         self._queue_of: dict[str, dict[Job, None]] = {}  # by key, its waiting jobs, oldest first
         self._most_running = dict(most_running or {})
+        self._last_job: dict[str, float] = {}  # by key, when its last job ended; only of the last `ACTIVE_S` seconds
         self._tasks: deque[_Task] = deque()
         self._open: set[Future[Any]] = set()  # results that other threads wait for
         self._patience_s = 0.0  # additional seconds granted to the running task
@@ -617,12 +621,24 @@ class Engine:
                 self._end(job, error)
 
     def _most_running_of(self, key: str) -> int:
-        """Return the maximum number of running jobs of a key."""
+        """Return the maximum number of running jobs of a key.
+
+        Without a limit of its own it is the key's part, by weight, among the keys that have or just had jobs. All running
+        jobs take their turns together, so the jobs of one key make those of the others slower.
+        """
         most = self.limits.max_running
         given = self._most_running.get(key, self.limits.max_running_per_key)
         if given:
             return given
-        return max(most - max(most // 8, 1), 1) if len(self._line.weights) > 1 else most
+        weights = self._line.weights
+        if len(weights) < 2:
+            return most
+        recent = time.monotonic() - ACTIVE_S
+        active = {other for other, last in self._last_job.items() if last > recent} | {*self._line.clocks, key}
+        if len(active) == 1:
+            return max(most - max(most // 8, 1), 1)
+        whole = sum(weights.get(other, 1.0) for other in active)
+        return max(math.ceil(most * weights.get(key, 1.0) / whole), 1)
 
     def _step(self) -> None:
         """Take a step of the decoder, and report the progress of each job."""
@@ -751,6 +767,8 @@ class Engine:
     def _finish(self, job: Job) -> None:
         """Remove a running job that is over, and report its end."""
         self.inside.remove(job)
+        now = time.monotonic()
+        self._last_job = {key: last for key, last in self._last_job.items() if last > now - ACTIVE_S} | {job.key: now}
         self._line.leave(job.key)
         self.counts.draft_passes += job.session.count.draft_passes
         self.counts.audit_failures += job.session.audit.suspicious

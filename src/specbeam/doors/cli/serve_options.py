@@ -85,8 +85,8 @@ LIMITS = {
     "max_running": option(Number, "Maximum number of texts decoded together; by default 8."),
     "max_running_per_key": option(
         Number,
-        "Maximum number of texts of an API key decoded together; by default --max-running, less an eighth if there are "
-        "several keys.",
+        "Maximum number of texts of an API key decoded together; by default --max-running, or the key's part of it by "
+        "weight among the keys in use.",
     ),
     "max_waiting": option(Number, "Maximum number of waiting texts; by default 64."),
     "max_connections": option(Number, "Maximum number of open connections; by default 4096."),
