@@ -255,10 +255,14 @@ class Engine:
             self._condition.notify()
 
     def check_room(self, key: str, count: int) -> None:
-        """Raise what `submit` would raise for this number of texts of a key, before there is any work for them."""
+        """Raise what `submit` would raise for this number of texts of a key, before there is any work for them.
+
+        While nothing waits, nothing is raised for the size of a request: what is wrong with it is found first.
+        """
         with self._condition:
             self._check_open()
-            self._room_for(key, count)
+            if self._queued:
+                self._room_for(key, count)
 
     def _room_for(self, own: str, count: int) -> tuple[int, str, dict[str, float]]:
         """Return how many places texts lack in the queue, the key that gives way, and the load of the other keys.
