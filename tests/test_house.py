@@ -48,7 +48,7 @@ FLOORS = [
     {"core.audit", "doors.options"},
     {"core.records", "doors.grammar"},
     {"core.answers", "core.session", "doors.growing_text", "doors.render", "doors.tables"},
-    {"core.control", "core.lm", "engines.kv"},
+    {"core.agenda", "core.control", "core.lm", "engines.kv"},
     {"core.draft", "engines.torch", "models.table"},
     {"core.verify", "engines.cpu"},
     {
@@ -88,7 +88,7 @@ FLOORS = [
     {"apps.serve", "doors.usual", "lab.bench", "lab.fuzz"},
     {"apps.ray", "doors.plan"},
     {"doors.request"},
-    {"generation"},
+    {"doors.best", "generation"},
     {"doors.cli", "doors.hf"},
     {"__main__"},
 ]

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, UInt8
 
 TOKEN = 8  # number of bytes of a token in the name of a path, see `Constrained`
+MOST_PATHS = 1024  # paths whose allowed tokens a best-first search remembers
 Bits = UInt8[np.ndarray, " bytes"]
 
 
@@ -173,6 +174,11 @@ class Constrained:
         self._live = [name[cut:] for name in names]
         self._shared = self._shared + shared
         self._size = size - cut
+
+    def forget(self, most: int) -> None:
+        """Forget the allowed tokens of all paths if there are more than `most`; they are looked up again when needed."""
+        if len(self._allowed) > most:
+            self._allowed.clear()
 
     def __len__(self) -> int:
         """Return the number of walkers, one per live beam."""

@@ -20,6 +20,7 @@ class Ended:
     tokens: list[int]
     loglik: float
     finished: bool = True  # False: cut off by a limit, not ended by an end token or stop string
+    bound: float | None = None  # of a best-first search: no text that came later has a larger normalised score
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from specbeam.core.audit import Audit
 from specbeam.core.beams import Beams, Layer, Layers, live_of, live_parents_of
 from specbeam.core.errors import BadSetting
 from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.core.limits import Ended
 from specbeam.core.ranked import NO_ROWS, Ranked, rows_between
 
 
@@ -69,6 +70,13 @@ class Certificate:
         return math.exp(-self.floor / self.tokens) if self.tokens else 1.0
 
 
+class Searched(NamedTuple):
+    """The decision of a turn of a best-first search, which decides no layers."""
+
+    live: Beams  # the roots of the turn; none if the search is over
+    texts: tuple[Ended, ...]  # the texts that come next, best first
+
+
 @dataclass(frozen=True, eq=False)
 class Verdict:
     """The decision of a turn: its layers. The last layer did not pass, or follows the drafts, or ended the session."""
@@ -78,7 +86,8 @@ class Verdict:
     audit: Audit | None = None  # only if the session is audited
     collapsed: int | None = None  # index of the only live beam that is kept, if the method collapses
     certificate: Certificate | None = None  # only of rules that judge joint likelihoods
-    # forest nodes below surviving beams that the next forest starts with, ascending; the loop sets them
+    searched: Searched | None = None  # only of best-first searches
+    # forest nodes below surviving beams that the next forest starts with, ascending; the loop sets them, except in searches
     kept: Int64[np.ndarray, " kept"] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @cached_property
@@ -97,12 +106,16 @@ class Verdict:
     @cached_property
     def beams(self) -> Beams:
         """The beams that are live after the turn."""
+        if self.searched is not None:
+            return self.searched.live
         live = live_of(self.layers)
         return live if self.collapsed is None else live.pick(np.array([self.collapsed]))
 
     @cached_property
     def parents(self) -> Int64[np.ndarray, " beams"]:
         """The forest node that each live beam extends."""
+        if self.searched is not None:
+            return np.full(self.searched.live.size, -1)
         parents = live_parents_of(self.layers)
         return parents if self.collapsed is None else parents[[self.collapsed]]
 
@@ -268,6 +281,12 @@ class Beam:
     score: float  # log-likelihood / length ** length_penalty
     text: str = ""
     finished: bool = True  # False: cut off by the length limit or by early stopping
+    bound: float | None = None  # of `sb.best`: an upper bound of the scores of all texts that were not given before
+
+    @property
+    def certain(self) -> bool:
+        """Whether no text that was not given before can have a larger score; False outside of `sb.best`."""
+        return self.bound is not None and self.score >= self.bound
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int64
 
 from specbeam.core.audit import Audit
 from specbeam.core.beams import (
+    BEAMS,
     FROM_BEFORE,
     FROM_PASS,
     LENGTH,
@@ -371,6 +372,26 @@ class Session:
         """Apply a turn's verdict: store ended beams, extend the live ones, and count."""
         verdict = turn.verdict
         layers = verdict.layers
+        if verdict.searched is None:
+            self._settle_layers(turn)
+        else:
+            self.ended += verdict.searched.texts
+            self.texts.sizes[BEAMS] = verdict.beams.size
+        self.count.drafted += turn.forest.size - len(self.start.tokens)
+        self.beams = rooted_beams(verdict.beams)
+        self.start = self._next_start(turn)
+        self.count.add_sources(layers.sources)
+        self.count.add_passed(layers.passed)
+        if verdict.audit is not None:
+            self.audit += verdict.audit
+        if verdict.certificate is not None:
+            self.certificate = (self.certificate or Certificate()) + verdict.certificate
+        self.keep_constraint(self.beams.tokens[:0] if self.over else self.beams.tokens)
+
+    def _settle_layers(self, turn: Turn) -> None:
+        """Store the beams that ended in a turn's layers, extend the live ones, and count the widths."""
+        verdict = turn.verdict
+        layers = verdict.layers
         counts = layers.beams.counts
         draws = int(counts.sum())
         length = self.length + layers.size
@@ -384,21 +405,11 @@ class Session:
             if stop > start:
                 self.count.widths.append(int(counts[start:stop].sum()))
             start = stop
-        self.count.drafted += turn.forest.size - len(self.start.tokens)
-        self.beams = rooted_beams(verdict.beams)
-        self.start = self._next_start(turn)
-        self.count.add_sources(layers.sources)
-        self.count.add_passed(layers.passed)
-        if verdict.audit is not None:
-            self.audit += verdict.audit
-        if verdict.certificate is not None:
-            self.certificate = (self.certificate or Certificate()) + verdict.certificate
-        self.keep_constraint(self.beams.tokens[:0] if self.over else self.beams.tokens)
 
     def _next_start(self, turn: Turn) -> Start:
         """Return the beginning of the next forest after a turn."""
         survivors = turn.verdict.beams
-        if not self.keeps_nodes:
+        if not self.keeps_nodes or turn.verdict.searched is not None:
             return start_of_roots(survivors.tokens, self.start.known.rows)
         forest = turn.forest
         rows = scored_rows_of(forest, on_host(turn.scored.logits))

@@ -35,7 +35,7 @@ def turns(target: LM, live: list[Session]) -> Turns:
         with session.failing_alone():
             with span("verify"):
                 verdict = _verdict(session, forest, found)  # the surviving beams
-                if session.keeps_nodes:
+                if session.keeps_nodes and verdict.searched is None:
                     verdict = replace(verdict, kept=kept_nodes(forest.parents, verdict.beams.nodes))
             turn = Turn(shape, forest, found, verdict)
             with span("settle"):

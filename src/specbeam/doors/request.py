@@ -125,11 +125,16 @@ class Request:
         if self.plan.constraint is not None and not self.method.search:
             # A truncated text does not satisfy the constraint: complete texts come first.
             texts.sort(key=lambda text: not self._is_complete(text.tokens))
-        found = [Beam(text.tokens, score(text), self.text_of(text.tokens), text.finished) for text in texts]
+        found = [self.beam(session, text) for text in texts]
         beams = found[: self.method.beams]
         others = found[self.method.beams :]
         count = min(self.answers_per_session, len(beams))
         return [self._generation(session, beams, others, number) for number in range(count)]
+
+    def beam(self, session: Session, text: Ended) -> Beam:
+        """Return a text of a session as a beam."""
+        score = session.limits.normalised(text.loglik, len(text.tokens))
+        return Beam(text.tokens, score, self.text_of(text.tokens), text.finished, text.bound)
 
     def _generation(self, session: Session, beams: list[Beam], others: list[Beam], number: int) -> Generation:
         """Return beam `number` of a session's best beams as an answer; `others` go into its report."""

@@ -1,5 +1,6 @@
 """The public names of this package, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
+from specbeam.recipes.best import best_first as best_first
 from specbeam.recipes.catalogue import HEAD_RECIPES as HEAD_RECIPES
 from specbeam.recipes.catalogue import RECIPES as RECIPES
 from specbeam.recipes.catalogue import resolve as resolve

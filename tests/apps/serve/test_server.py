@@ -67,7 +67,12 @@ def expected(worded):
 
 
 @pytest.fixture(scope="module")
-def served(worded, expected):
+def best_texts(worded):
+    return list(sb.best(worded, OTHERS[0], 3, max_new_tokens=TOKENS))
+
+
+@pytest.fixture(scope="module")
+def served(worded, expected, best_texts):
     with running(CONFIG, worded) as (url, server):
         yield url, server
 
@@ -92,6 +97,15 @@ def settle(server):
     server.engine.call(lambda: None).result()
     assert server.served.pair.target.caches == []
     assert server.served.pair.draft.caches == []
+
+
+def test_the_best_texts_come_with_their_certificates(client, served, best_texts):
+    found = ask(client, {"best": 3}, OTHERS[0])
+    assert [choice.text for choice in found.choices] == [one.text for one in best_texts]
+    assert [choice.certain for choice in found.choices] == [one.certain for one in best_texts]
+    assert [choice.score for choice in found.choices] == pytest.approx([one.score for one in best_texts], abs=1e-6)
+    with pytest.raises(openai.BadRequestError, match="leave out num_beams"):
+        ask(client, {"best": 3, "num_beams": 2})
 
 
 @pytest.mark.parametrize("name", KINDS)

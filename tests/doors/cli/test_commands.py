@@ -447,3 +447,15 @@ def test_every_command_that_generates_has_the_same_options():
             command = command.commands[name]
         flags = {flag for parameter in command.params for flag in parameter.opts}
         assert {"--no-repeat-ngram-size", "--typical-p", "--stop"} <= flags, names
+
+
+def test_best_writes_texts_in_order_with_their_bounds(models):
+    code, out, err = specbeam("best", "Hallo", *models, "-n", "3", "--limit", "60", "--max-new-tokens", "8", "--json")
+    assert code == 0, err
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["rank"] for row in rows] == [1, 2, 3]
+    scores = [row["score"] for row in rows]
+    assert scores == sorted(scores, reverse=True)
+    assert all(row["certain"] == (row["score"] >= row["bound"]) for row in rows)
+    assert specbeam("best", "Hallo", *models, "--drafter", "luck")[0] == 2
+    assert specbeam("best", "Hallo", *models, "--top-p", "0.5")[0] == 2

@@ -33,7 +33,7 @@ from specbeam.doors import (
     usual_method,
 )
 from specbeam.errors import BadPrompt, SpecbeamError
-from specbeam.recipes import HEAD_RECIPES, RECIPES
+from specbeam.recipes import HEAD_RECIPES, RECIPES, best_first
 
 RECIPE_OF = {make.__name__: make for make in (*RECIPES, *HEAD_RECIPES) if make.__name__ != "auto"}
 LARGEST_SETTING = 64  # largest number, and longest list, in the settings of a method
@@ -142,7 +142,7 @@ def order_of(body: Body, served: Served) -> Order:
     tools = tool_use_of(body, served.chat_template) if isinstance(body, ChatBody) else None
     constraint_field, constraint = _constraint(body, tools, config)
     method, drawn, method_key = _method(body, options, served)
-    count = body.n or 1
+    count = body.best or body.n or 1
     if body.max_tokens == 0 and not (isinstance(body, CompletionBody) and body.echo):
         raise invalid("max_tokens is 0; it must be at least 1, unless echo is true", "max_tokens")
     most = _new_tokens(body, prompts, served)
@@ -164,6 +164,8 @@ def order_of(body: Body, served: Served) -> Order:
     if drawn < count and method.beams == 1:
         warnings.append(f"{method.name} does not sample here, so the {count} choices of a prompt are the same text")
     given = _settings(body, options, served, method)
+    if body.best is not None:
+        given.setdefault("length_penalty", 0.0)
     given |= constraint
     given["max_new_tokens"] = max(most, 1)
     given["num_return_sequences"] = count if method.beams > 1 else drawn
@@ -384,6 +386,8 @@ def _new_tokens(body: Body, prompts: Sequence[Sequence[int]], served: Served) ->
 def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Method, int, str]:
     """Return the method, the number of independent answers that it draws per prompt, and its key."""
     config = served.config
+    if body.best is not None:
+        return _best_first(body, options, served)
     count = body.n or 1
     if count > config.max_n:
         raise invalid(f"n is {count}; this server returns at most {config.max_n}", "n")
@@ -419,6 +423,25 @@ def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Metho
     if method.greedy or body.temperature == 0:
         return method, 1, key  # all answers would be the same
     return method, drawn, key
+
+
+def _best_first(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Method, int, str]:
+    """Return the method of a request for the `best` most probable texts; see `_method`."""
+    count = body.best or 1
+    others = {
+        "n": body.n,
+        "best_of": body.best_of,
+        "use_beam_search": body.use_beam_search,
+        "num_beams": body.num_beams,
+    }
+    others |= {"beam_width": body.beam_width, "specbeam.method": options.method, "specbeam.beams": options.beams}
+    given = [name for name, value in others.items() if value]
+    if given:
+        raise invalid(f"best chooses the method and the number of answers; leave out {', '.join(given)}", "best")
+    if count > served.config.max_n:
+        raise invalid(f"best is {count}; this server returns at most {served.config.max_n}", "best")
+    refuse_loose(dict(options.model_extra or {}))
+    return best_first(count), count, repr(("best", count))
 
 
 def refuse_loose(further: Mapping[str, Any]) -> None:

@@ -130,6 +130,7 @@ class Body(OfBody):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
     best_of: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
+    best: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
     use_beam_search: bool | None = None
     num_beams: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
     beam_width: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None

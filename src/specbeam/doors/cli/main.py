@@ -26,6 +26,7 @@ from specbeam.doors.cli import (
 from specbeam.doors.cli.arguments import add_command
 from specbeam.doors.cli.batch import batch
 from specbeam.doors.cli.bench import acceptance, efficiency
+from specbeam.doors.cli.best import best
 from specbeam.doors.cli.chat import chat
 from specbeam.doors.cli.defaults import place_of_defaults, read_defaults
 from specbeam.doors.cli.demo import demo
@@ -107,7 +108,7 @@ def start(
     show_compilation()
 
 
-for command in (generate, batch, transcribe, methods, inspect, serve, chat, tune, demo, env):
+for command in (generate, best, batch, transcribe, methods, inspect, serve, chat, tune, demo, env):
     add_command(app, command)
 
 checks = typer.Typer(no_args_is_help=True, help="Check and score outputs of decoding methods.")
