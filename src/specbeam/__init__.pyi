@@ -17,6 +17,8 @@ from specbeam.core.records import Report as Report
 from specbeam.core.session import Parts as Parts
 from specbeam.doors import hf as hf
 from specbeam.doors.best import best as best
+from specbeam.doors.catalogue import Catalogue as Catalogue
+from specbeam.doors.catalogue import catalogue as catalogue
 from specbeam.doors.tables import to_pandas as to_pandas
 from specbeam.doors.with_memory import hmt as hmt
 from specbeam.generation import generate as generate

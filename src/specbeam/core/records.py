@@ -282,6 +282,7 @@ class Beam:
     text: str = ""
     finished: bool = True  # False: cut off by the length limit or by early stopping
     bound: float | None = None  # of `sb.best`: an upper bound of the scores of all texts that were not given before
+    item: Any = None  # the name of the item of a catalogue; None for a text that is none
 
     @property
     def certain(self) -> bool:

@@ -73,6 +73,10 @@ class RowsOfSession:
             check_rows(raw)
             if self.session.warp.search:
                 raw[:] = log_probabilities(raw)
+            ban_below = getattr(self.constraint, "ban_below", None)
+            if ban_below is not None:
+                ban_below(raw, forest_tokens, forest_parents, wanted_nodes)
+                return
             ban(raw, self.constraint.allowed_below(forest_tokens, forest_parents, wanted_nodes, raw.shape[1]))
             return
         forest = Forest(forest_tokens.copy(), forest_parents.copy())

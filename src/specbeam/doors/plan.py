@@ -18,6 +18,7 @@ from specbeam.core.limits import Limits
 from specbeam.core.lm import LM
 from specbeam.core.noise import request_key
 from specbeam.core.session import Parts
+from specbeam.doors.catalogue import Catalogue
 from specbeam.doors.grammar.compiled import compiled
 from specbeam.doors.grammar.spelling import closing_tokens
 from specbeam.doors.options.checks import as_list, as_texts, is_integer, require
@@ -84,7 +85,8 @@ class CallPlan:
         method: the decoding method.
         parts: the method's parts; their law also names rounded weights and constraints.
         eos: the end tokens.
-        constraint: the grammar constraint, or None.
+        constraint: the grammar or catalogue constraint, or None.
+        catalogue: the catalogue whose items are the answers, or None.
         answers: number of return sequences per prompt.
         answers_per_session: number of return sequences decoded together, as beams.
         audit: whether texts are audited.
@@ -97,6 +99,7 @@ class CallPlan:
     parts: Parts
     eos: tuple[int, ...]
     constraint: Constraint | None
+    catalogue: Catalogue | None
     answers: int
     answers_per_session: int
     audit: bool
@@ -153,6 +156,7 @@ class CallPlan:
             parts=values.parts,
             eos=values.eos,
             constraint=values.constraint,
+            catalogue=settings.catalogue,
             answers=answers,
             answers_per_session=per_session,
             audit=audit,
@@ -191,11 +195,18 @@ class _CallValues:
         parts = method.parts(pair.target, pair.draft)
         eos = settings.eos(pair.eos)
         _check_tokens(settings, pair.target.vocab)
+        constraint: Constraint | None = None
+        if settings.catalogue is not None:
+            limit = settings.max_new_tokens if limit_is_given else None
+            constraint = settings.catalogue.constraint(pair.tokenizer, pair.target.vocab, eos, limit)
+            if not limit_is_given:
+                longest_item = settings.catalogue.longest(pair.tokenizer, eos)
+                settings = settings.changed(max_new_tokens=longest_item + bool(eos), max_length=None)
+                limit_is_given = True
         longest = settings.max_new_tokens or settings.max_length or DEFAULT_NEW_TOKENS
         is_sure = settings.temperature == 0
         method.check(RequestInfo(pair.target.vocab, eos, longest, settings.num_return_sequences, is_sure, audit))
         form = settings.form
-        constraint = None
         if form is not None:
             constraint = compiled(form, settings.grammar_backend, pair.tokenizer, pair.target.vocab, eos)
         parts = replace(parts, law=_full_law(parts.law, pair, settings))

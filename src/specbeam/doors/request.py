@@ -134,7 +134,10 @@ class Request:
     def beam(self, session: Session, text: Ended) -> Beam:
         """Return a text of a session as a beam."""
         score = session.limits.normalised(text.loglik, len(text.tokens))
-        return Beam(text.tokens, score, self.text_of(text.tokens), text.finished, text.bound)
+        item = None
+        if self.plan.catalogue is not None:
+            item = self.plan.catalogue.item_of(self.pair.tokenizer, text.tokens, self.eos)
+        return Beam(text.tokens, score, self.text_of(text.tokens), text.finished, text.bound, item)
 
     def _generation(self, session: Session, beams: list[Beam], others: list[Beam], number: int) -> Generation:
         """Return beam `number` of a session's best beams as an answer; `others` go into its report."""

@@ -428,13 +428,9 @@ def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Metho
 def _best_first(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Method, int, str]:
     """Return the method of a request for the `best` most probable texts; see `_method`."""
     count = body.best or 1
-    others = {
-        "n": body.n,
-        "best_of": body.best_of,
-        "use_beam_search": body.use_beam_search,
-        "num_beams": body.num_beams,
-    }
-    others |= {"beam_width": body.beam_width, "specbeam.method": options.method, "specbeam.beams": options.beams}
+    others: dict[str, Any] = {"n": body.n, "best_of": body.best_of, "num_beams": body.num_beams}
+    others |= {"use_beam_search": body.use_beam_search, "beam_width": body.beam_width}
+    others |= {"specbeam.method": options.method, "specbeam.beams": options.beams}
     given = [name for name, value in others.items() if value]
     if given:
         raise invalid(f"best chooses the method and the number of answers; leave out {', '.join(given)}", "best")

@@ -137,7 +137,7 @@ def _never_raises(processor: Any) -> bool:
 
     kind = type(processor)
     name = kind.__name__
-    if kind is Constrained:
+    if issubclass(kind, Constrained):
         return True
     if getattr(transformers, name, None) is not kind:
         return False

@@ -52,6 +52,8 @@ def best(given: BestArguments) -> int:
                 if given.json:
                     record = {"index": number, "prompt": source.text, "rank": rank, "text": beam.text}
                     record |= {"tokens": beam.tokens, "score": beam.score, "bound": beam.bound, "certain": beam.certain}
+                    if beam.item is not None:
+                        record["item"] = beam.item
                     print_json(record)
                 else:
                     doubt = "" if beam.certain else f"  (not certain: up to {beam.bound:.3f} is possible)"

@@ -121,11 +121,15 @@ def require_text(name: str, text: str) -> None:
 
 
 def with_files(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of generation, with file names of schemas and grammars replaced by the content of the files."""
+    """Return options of generation, with file names of schemas, grammars and catalogues replaced by their content."""
     found = dict(options)
     for name, mark in (("json_schema", "{"), ("grammar", ":")):
         if name in found:
             found[name] = text_or_file(found[name], mark, name)
+    if found.get("catalogue") is not None:
+        from specbeam.doors.catalogue import catalogue
+
+        found["catalogue"] = catalogue(found["catalogue"])
     return found
 
 

@@ -117,8 +117,9 @@ FLAG: tuple[Check, ...] = ((lambda value: isinstance(value, bool), "True or Fals
 def check_forms(options: Mapping[str, Any]) -> None:
     """Raise `BadSetting` if more than one of json_schema, regex and grammar is given, or if one is not valid text."""
     forms = [name for name in FORMS if options[name] is not None]
-    if len(forms) > 1:
-        raise BadSetting(f"{' and '.join(forms)} are given; give only one of them")
+    catalogues = ["catalogue"] if options.get("catalogue") is not None else []
+    if len(forms + catalogues) > 1:
+        raise BadSetting(f"{' and '.join(forms + catalogues)} are given; give only one of them")
     for name in forms:
         value = options[name]
         if isinstance(value, PurePath):

@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from specbeam.core.constraint import Constrained, Constraint, Form
@@ -10,6 +11,7 @@ from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.core.laws.warp import Warp, truncation_of
 from specbeam.core.limits import Decode, Limits
 from specbeam.core.names import hint
+from specbeam.doors.catalogue import catalogue
 from specbeam.doors.inputs import token_lists
 from specbeam.doors.options.checks import FORMS, as_list, as_texts, check_forms, require
 from specbeam.doors.options.generation_config import read
@@ -50,6 +52,8 @@ class Settings:
         values = {name: option.default for name, option in OPTIONS.items()} | given
         if values["decoder_input_ids"] is not None:
             values["decoder_input_ids"] = as_decoder_prompts(values["decoder_input_ids"])
+        if values["catalogue"] is not None:
+            values["catalogue"] = catalogue(values["catalogue"])
         for name in given:
             OPTIONS[name].check(values[name])
         check_forms(values)
@@ -77,14 +81,14 @@ class Settings:
     def form(self) -> Form | None:
         """The form of constrained texts, or None; a JSON schema as JSON text."""
         kind = self.form_kind
-        if kind is None:
+        if kind is None or kind == "catalogue":
             return None
         return Form(kind, _as_json(self.json_schema) if kind == "json_schema" else getattr(self, kind))
 
     @property
     def form_kind(self) -> str | None:
-        """The name of the option that sets the form: "json_schema", "regex", "grammar", or None."""
-        return next((name for name in FORMS if getattr(self, name) is not None), None)
+        """The name of the option that constrains texts: "json_schema", "regex", "grammar", "catalogue", or None."""
+        return next((name for name in (*FORMS, "catalogue") if getattr(self, name) is not None), None)
 
     @classmethod
     def given(cls, options: Mapping[str, Any], config: "GenerationConfig | None" = None) -> "Settings":
@@ -166,7 +170,8 @@ class Settings:
         processors = processors_of(self, text)
         bans = None
         if constraint is not None:
-            bans = Constrained(constraint, eos, text.prompt_length, self.form_kind or "constraint")
+            make = getattr(constraint, "processor", None) or partial(Constrained, constraint)
+            bans = make(eos, text.prompt_length, self.form_kind or "constraint")
             processors.append(bans)
         truncation = NO_TRUNCATION if greedy else self._truncation()
         further = not greedy and has_further_warpers(self)

@@ -55,6 +55,7 @@ class Options(TypedDict, total=False):
     regex: str | None
     grammar: str | None
     grammar_backend: str
+    catalogue: Any
     no_repeat_ngram_size: int | None
     bad_words_ids: Sequence[Sequence[int]] | None
     min_length: int | None
@@ -342,6 +343,15 @@ _BUILT_IN = (
         of_models=False,
         of_rows=False,
         flag=Flag(is_common=True),
+    ),
+    GenerationOption(
+        "catalogue",
+        "Items to which answers are confined: a Catalogue, or what `catalogue` makes one of.",
+        of_models=False,
+        of_rows=False,
+        flag=Flag(
+            "File of items to which answers are confined (.json, .txt, .csv, .tsv, .npz, .catalogue).", str | None
+        ),
     ),
     GenerationOption(
         "no_repeat_ngram_size",
