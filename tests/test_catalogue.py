@@ -147,6 +147,25 @@ def test_beams_are_those_of_transformers_with_the_same_trie(pair, beams):
     assert [items[one.item] for one in answer.beams] == [one[:-1] for one in expected]
 
 
+def test_levels_of_the_trie_are_scored_in_one_pass(pair):
+    """The beams of beam search in fewer passes; a catalogue whose items differ in the first tokens needs two."""
+    wide = random_items(8, 300)
+    first = {name: [*tokens[:2], 7, 8, 9] for name, tokens in wide.items()}
+    distinct = {tuple(tokens): name for name, tokens in first.items()}
+    narrow = {name: list(tokens) for tokens, name in distinct.items()}
+    for items, passes in ((wide, 5), (narrow, 3)):
+        options = {"catalogue": items, "eos_token_id": EOS}
+        (plain,) = sb.generate(pair, PROMPT, sb.beam_search(8), **options)
+        drafted_method = sb.speculative_beam_search(8, drafter="items", depth=4)
+        (drafted,) = sb.generate(pair, PROMPT, drafted_method, **options)
+        assert [one.item for one in drafted.beams] == [one.item for one in plain.beams]
+        assert [one.score for one in drafted.beams] == pytest.approx([one.score for one in plain.beams], abs=1e-4)
+        assert drafted.report.target_passes <= passes
+        assert drafted.report.target_passes < plain.report.target_passes
+    with pytest.raises(NotSupported, match="give catalogue"):
+        sb.generate(pair, PROMPT, sb.speculative_beam_search(8, drafter="items", depth=4))
+
+
 def test_every_answer_of_every_method_is_an_item(pair):
     shop = sb.catalogue(random_items(2, 300))
     for method in (sb.beam_sampling(8), sb.sampling(), sb.beam_search(8), sb.prompt_lookup()):

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.draft.beams import BeamDrafter, NoDraft
+from specbeam.core.draft.items import ItemLevels
 from specbeam.core.draft.lookup import PromptLookup, SuffixMatch
 from specbeam.core.draft.recycle import Successors, TokenRecycling, likeliest
 from specbeam.core.errors import BadSetting, one_of
@@ -15,7 +16,7 @@ from specbeam.core.verify.search import SearchRule
 from specbeam.recipes.depth import Depth, check_depth, depth_control
 from specbeam.recipes.method import Build, Method, recipe, refuse_ignored, require_at_least_one
 
-DrafterName = Literal["model", "prompt_lookup", "suffix_match", "token_recycling"]
+DrafterName = Literal["model", "prompt_lookup", "suffix_match", "token_recycling", "items"]
 LAW = "exact: beam search; the beams and scores of transformers in float32"
 
 
@@ -66,8 +67,9 @@ def speculative_beam_search(
         depth: number of draft layers per pass of the target. "auto": maximises the expected gain per second on this
             machine, by the measured cost of a pass and by how often layers pass; 4 without a draft model.
         drafter: "model": drafts beams with the draft model. "prompt_lookup", "suffix_match", "token_recycling": draft a
-            chain or a tree under each beam, without a draft model. Or the drafter of another recipe, which drafts a tree
-            under each beam: ``sb.opt_tree().parts(pair.target, pair.draft).drafter``.
+            chain or a tree under each beam, without a draft model. "items": drafts the next levels of a catalogue. Or the
+            drafter of another recipe, which drafts a tree under each beam:
+            ``sb.opt_tree().parts(pair.target, pair.draft).drafter``.
         rule, controller: your own parts in place of the recipe's (`Method.with_parts`).
     """
     require_at_least_one(beams=beams)
@@ -84,7 +86,7 @@ def checked_draft_beams(beams: int, draft_beams: int | None, drafter: "DrafterNa
 
     Raises `BadSetting` if the drafter ignores the number, or if it is too small for any layer to pass.
     """
-    drafts_chains = drafter in ("prompt_lookup", "suffix_match")
+    drafts_chains = drafter in ("prompt_lookup", "suffix_match", "items")
     refuse_ignored(not drafts_chains, f"drafter {drafter!r}", draft_beams=draft_beams)
     if draft_beams is None:
         return beams + 2
@@ -155,4 +157,5 @@ def _drafter_maker(
         "prompt_lookup": lambda target, draft: PromptLookup(),
         "suffix_match": lambda target, draft: SuffixMatch(),
         "token_recycling": recycling,
+        "items": lambda target, draft: ItemLevels(),
     }[drafter]

@@ -99,6 +99,24 @@ def settle(server):
     assert server.served.pair.draft.caches == []
 
 
+def test_a_catalogue_confines_answers(client, served):
+    _, server = served
+    server.served.catalogues["shop"] = sb.catalogue({"dog": "The dog runs.", "cat": "The cat runs.", "man": "A man."})
+    found = ask(client, {"catalogue": "shop", "num_beams": 3}, max_tokens=None, n=3)
+    assert {choice.item for choice in found.choices} == {"dog", "cat", "man"}
+    found = ask(client, {"catalogue": {"name": "shop", "items": ["man"]}}, max_tokens=None)
+    assert [choice.item for choice in found.choices] == ["man"]
+    found = ask(client, {"catalogue": {"name": "shop", "bitmap": "Ag=="}}, max_tokens=None)
+    assert [choice.item for choice in found.choices] == ["cat"]
+    for wrong in (
+        "cellar",
+        {"name": "shop", "items": ["cow"]},
+        {"name": "shop", "bitmap": "Ag=="} | {"items": ["man"]},
+    ):
+        with pytest.raises(openai.BadRequestError, match="catalogue"):
+            ask(client, {"catalogue": wrong}, max_tokens=None)
+
+
 def test_the_best_texts_come_with_their_certificates(client, served, best_texts):
     found = ask(client, {"best": 3}, OTHERS[0])
     assert [choice.text for choice in found.choices] == [one.text for one in best_texts]

@@ -66,7 +66,11 @@ def answers(pair, monkeypatch, method, options, length, **settings):
     return [[beam.tokens for beam in one.beams] for one in found], whole
 
 
-QUICK = ("beam sampling", "dsbd with a top-k and a top-p", "speculative sampling with a top-k")  # each other case compiles a loop of its own
+QUICK = (
+    "beam sampling",
+    "dsbd with a top-k and a top-p",
+    "speculative sampling with a top-k",
+)  # each other case compiles a loop of its own
 
 
 # One token is drawn by noise or is the best one: the shortest list decides it.

@@ -367,6 +367,8 @@ def extras_of(order: Order, choice: ReturnedText) -> dict[str, Any]:
         extras["cumulative_logprob"] = _number(sum(score.logprob for score in choice.scores))
     if order.body.return_token_ids:
         extras["token_ids"] = choice.tokens
+    if choice.beam.item is not None:
+        extras["item"] = choice.beam.item
     if choice.beam.bound is not None:
         extras |= {"bound": _number(choice.beam.bound), "certain": choice.beam.certain}
     return extras

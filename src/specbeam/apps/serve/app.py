@@ -27,6 +27,7 @@ from specbeam import (
     Pair,
     __version__,
     beam_search,
+    catalogue,
     decode,
     dsbd,
     sampling,
@@ -603,7 +604,10 @@ def served_of(config: ServerConfig, pair: Pair) -> Served:
         template = BUNDLED_TEMPLATE
     name = config.name or str(config.model)
     longest = characters_per_token(pair.tokenizer)
-    return Served(pair, name, default_method(config, pair), config, template, longest)
+    catalogues = {Path(file).stem: catalogue(file) for file in config.catalogues}
+    for items in catalogues.values():
+        items.longest(pair.tokenizer, pair.eos)  # makes the trie before the first request
+    return Served(pair, name, default_method(config, pair), config, template, longest, catalogues)
 
 
 def default_method(config: ServerConfig, pair: Pair) -> Method:

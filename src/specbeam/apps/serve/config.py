@@ -26,6 +26,7 @@ class ServerConfig:
             `beam_sampling` without a draft, with at least as many beams as answers are asked for. "auto": the fastest,
             measured at start.
         methods: the methods that requests may choose; empty: all.
+        catalogues: files of items (`specbeam.catalogue`); a request names one by its file's name without the suffix.
         host, port: address to listen on.
         api_keys: accepted API keys; empty: no key is needed. By default from the environment variable
             SPECBEAM_API_KEYS, separated by commas.
@@ -79,6 +80,7 @@ class ServerConfig:
     method: str = ""
     settings: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
+    catalogues: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)

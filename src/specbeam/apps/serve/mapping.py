@@ -1,5 +1,6 @@
 """Translates request bodies to prompts, a method and settings, with checks of all limits of the server."""
 
+import base64
 import inspect
 import json
 import re
@@ -7,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbeam import Method, Pair
+from specbeam import Catalogue, Method, Pair
 from specbeam.apps.serve.config import ServerConfig
 from specbeam.apps.serve.processors import CountPenalty, TokenBias
 from specbeam.apps.serve.protocol import (
     Body,
+    CatalogueChoice,
     ChatBody,
     CompletionBody,
     JsonSchema,
@@ -52,6 +54,7 @@ class Served:
         config: the operator's settings.
         template: chat template; None: the tokenizer's, if it has one.
         longest_token: number of characters that no token of a text exceeds on average; None if there is no bound.
+        catalogues: the catalogues that requests may name.
     """
 
     pair: Pair
@@ -60,6 +63,7 @@ class Served:
     config: ServerConfig
     template: str | None = None
     longest_token: int | None = None
+    catalogues: Mapping[str, Catalogue] = field(default_factory=dict)
 
     @property
     def hears(self) -> bool:
@@ -145,7 +149,12 @@ def order_of(body: Body, served: Served) -> Order:
     count = body.best or body.n or 1
     if body.max_tokens == 0 and not (isinstance(body, CompletionBody) and body.echo):
         raise invalid("max_tokens is 0; it must be at least 1, unless echo is true", "max_tokens")
+    items = _catalogue(body, served)
+    if items is not None and constraint_field is not None:
+        raise invalid(f"{constraint_field} and catalogue both constrain the text; give one of them", "catalogue")
     most = _new_tokens(body, prompts, served)
+    if items is not None and body.max_tokens is None and body.max_completion_tokens is None:
+        most = items.longest(served.pair.tokenizer, served.pair.eos) + 1
     if body.max_tokens != 0 and (body.min_tokens or 0) > most:
         raise invalid(
             f"min_tokens is {body.min_tokens}, but the limit is {most} new tokens; lower min_tokens or raise max_tokens",
@@ -167,6 +176,7 @@ def order_of(body: Body, served: Served) -> Order:
     if body.best is not None:
         given.setdefault("length_penalty", 0.0)
     given |= constraint
+    given["catalogue"] = items
     given["max_new_tokens"] = max(most, 1)
     given["num_return_sequences"] = count if method.beams > 1 else drawn
     processors = _processors(body, prompts, served)
@@ -656,6 +666,25 @@ def _constraint(body: Body, tools: ToolUse | None, config: ServerConfig) -> tupl
             )
         return name, constraint
     return None, {}
+
+
+def _catalogue(body: Body, served: Served) -> Catalogue | None:
+    """Return the items to which a body confines its answers; None if it does not."""
+    if body.catalogue is None:
+        return None
+    choice = CatalogueChoice(name=body.catalogue) if isinstance(body.catalogue, str) else body.catalogue
+    if choice.name not in served.catalogues:
+        known = ", ".join(served.catalogues) or "none"
+        raise invalid(f"there is no catalogue {shown(choice.name)}; this server has {known}", "catalogue")
+    found = served.catalogues[choice.name]
+    try:
+        if choice.items is not None:
+            found = found.only(choice.items)
+        if choice.bitmap is not None:
+            found = found.only(base64.b64decode(choice.bitmap, validate=True))
+    except (SpecbeamError, ValueError) as error:
+        raise invalid(str(error), "catalogue") from error
+    return found
 
 
 def _json_constraint(kind: str, schema: JsonSchema | None) -> dict[str, Any]:

@@ -38,6 +38,14 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # has no effect
 
 
+class CatalogueChoice(Strict):
+    """A catalogue of the server, and the items of it that an answer may be."""
+
+    name: Annotated[str, Field(max_length=256)]
+    items: Annotated[list[str | int], Field(min_length=1, max_length=2**20)] | None = None
+    bitmap: Annotated[str, Field(max_length=2**24)] | None = None  # base64, a bit per item, item 0 in the lowest bit
+
+
 class JsonSchema(Strict):
     """The schema in OpenAI's `response_format`."""
 
@@ -138,6 +146,7 @@ class Body(OfBody):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    catalogue: Annotated[str, Field(max_length=256)] | CatalogueChoice | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     add_special_tokens: bool | None = None

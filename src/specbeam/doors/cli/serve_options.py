@@ -46,6 +46,12 @@ METHODS = {
     ),
     "settings": Settings,
     "methods": option(Text, "Methods that requests may choose, separated by commas; by default all."),
+    "catalogues": option(
+        Texts,
+        "File of items to which a request may confine its answers, by the file's name without suffix. May be given several "
+        "times.",
+        "--catalogue",
+    ),
     "default_beams": option(Number, "Number of beams of searches without num_beams; by default 4."),
     "warm_up": option(
         bool,
