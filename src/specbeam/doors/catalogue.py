@@ -284,9 +284,12 @@ def _without_ends(tokens: Integer[np.ndarray, "items longest"], eos: tuple[int, 
 def _depth(trie: ItemTrie) -> int:
     """Return the number of tokens of the longest item."""
     depth = 0
-    start, stop = 0, 1
+    start = 0
+    stop = 1
     while trie.first[stop] > trie.first[start]:
-        start, stop = int(trie.first[start]) + 1, int(trie.first[stop]) + 1
+        below = int(trie.first[start]) + 1
+        stop = int(trie.first[stop]) + 1
+        start = below
         depth += 1
     return depth
 
@@ -299,11 +302,14 @@ def _are_of_one_length(trie: ItemTrie) -> bool:
 
 def _leaves_are_level(trie: ItemTrie) -> bool:
     """Return whether all states without tokens below them are at the same level."""
-    start, stop = 0, 1
+    start = 0
+    stop = 1
     while trie.first[stop] > trie.first[start]:
         if (np.diff(trie.first[start : stop + 1]) == 0).any():
             return False
-        start, stop = int(trie.first[start]) + 1, int(trie.first[stop]) + 1
+        below = int(trie.first[start]) + 1
+        stop = int(trie.first[stop]) + 1
+        start = below
     return True
 
 
