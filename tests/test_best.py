@@ -140,6 +140,17 @@ def test_the_agenda_never_holds_more_open_entries_than_the_limit_has_room():
     assert agenda.dropped > -np.inf
 
 
+def test_forgotten_bans_are_looked_up_again(monkeypatch):
+    automaton = random_automaton(4, VOCAB, END)
+    target = random_table(4, VOCAB)
+    expected = all_texts(log_law(target, automaton, END), END, 0.0)
+    monkeypatch.setattr("specbeam.core.verify.best.MOST_PATHS", 0)
+    (session,) = searched(
+        best_first(None, 10_000, 2), TableLM(target), TableLM(target), lambda: warp_of(automaton, END, search=True)
+    )
+    assert [tuple(one.tokens) for one in session.ended] == [text for _, text in expected]
+
+
 def test_sessions_in_one_batch_find_what_they_find_alone():
     target = TableLM(random_table(3, VOCAB))
     draft = TableLM(random_table(4, VOCAB))

@@ -257,6 +257,14 @@ def test_all_formats_give_the_same_items(tmp_path):
     assert len(sb.catalogue(pandas.Series(texts))) == 2
 
 
+def test_catalogues_of_other_items_have_other_descriptions():
+    """Jobs compare descriptions before they are resumed."""
+    shop = sb.catalogue({"a": [1, 2], "b": [3]})
+    others = [sb.catalogue({"a": [1, 2], "b": [4]}), sb.catalogue({"a": [1, 2], "c": [3]}), shop.only(["a"])]
+    assert repr(shop) == repr(sb.catalogue({"a": [1, 2], "b": [3]}))
+    assert repr(shop) not in map(repr, others)
+
+
 def test_wrong_catalogues_are_refused(tmp_path):
     with pytest.raises(BadSetting, match="have the same tokens"):
         sb.catalogue([[1, 2], [3], [1, 2]]).longest(None, ())

@@ -1,10 +1,12 @@
 """`catalogue`: a list of items to which answers are confined, from memory or from a file."""
 
 import csv
+import hashlib
 import json
 import mmap
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +59,14 @@ class Catalogue:
 
     def __repr__(self) -> str:
         among = "" if self._chosen is None else f" of {self.size:,}"
-        return f"<Catalogue of {len(self):,}{among} items>"
+        return f"<Catalogue of {len(self):,}{among} items, {self.digest}>"
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the items, their names and the subset; jobs are resumed only with the same."""
+        parts = [json.dumps([None if self._names is None else list(self._names), self._texts], default=str).encode()]
+        parts += [np.ascontiguousarray(part).tobytes() for part in (self._tokens, self._chosen) if part is not None]
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
 
     def name(self, item: int) -> Any:
         """Return the name of an item: the one given, its text, or its index."""

@@ -165,7 +165,8 @@ def _beams(of_sessions: list[list[Generation]]) -> list[Beam]:
 
 
 def _shown(beam: Beam) -> dict[str, Any]:
-    return {"text": beam.text, "tokens": beam.tokens, "score": beam.score, "finish_reason": _reason(beam)}
+    shown = {"text": beam.text, "tokens": beam.tokens, "score": beam.score, "finish_reason": _reason(beam)}
+    return shown if beam.item is None else shown | {"item": str(beam.item)}
 
 
 def _reason(beam: Beam) -> str:

@@ -177,6 +177,7 @@ def _write_parquet(path: Path, columns: dict[str, str], rows: Iterable[dict[str,
             ("tokens", arrow.list_(arrow.int64())),
             ("score", arrow.float64()),
             ("finish_reason", arrow.string()),
+            ("item", arrow.string()),
         ]
     )
     types = {
