@@ -24,6 +24,7 @@ FLOORS = [
         "doors.energy",
         "doors.plain",
         "engines.arrays",
+        "engines.blocks",
         "engines.mapped",
         "engines.packed",
         "engines.shared_tokens",
@@ -61,7 +62,8 @@ FLOORS = [
         "models.quantised",
     },
     {"core.rows_in_python", "core.run_steps", "models.engines", "models.rounded_files"},
-    {"core.together_steps", "models.huggingface"},
+    {"core.together_steps", "models.gguf_files"},
+    {"models.huggingface"},
     {
         "core.by_address",
         "models.early_layers",

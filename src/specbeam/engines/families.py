@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specbeam.engines.packed import PackedLinear, PackedMatrix, matrices_of
+from specbeam.engines.packed import PackedLinear, matrices_of
 from specbeam.engines.shared_tokens import SharedTokens
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_python": "gelu",
     "relu": "relu",
 }
-Matrix = Any  # a Tensor, float[outputs, inputs], or a `PackedMatrix` of this shape
+Matrix = Any  # a Tensor, float[outputs, inputs], or a `StoredMatrix` of this shape
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # angles are independent of the length of the text
 ROPES = (*FIXED_ROPES, "longrope")  # angles do not change within `positions_of`
 NO_TOKEN = -(1 << 60)
@@ -857,7 +857,8 @@ def _misfit_of_these(modules: list[Any], family: ModelFamily) -> str:
     if any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules):
         return "its modules have hooks or a replaced forward"
     own = (nn.Linear, Conv1D) if family.transposed else (nn.Linear, _linear_of(family))
-    holds_matrix = [one for one in modules if hasattr(one, "weight") and hasattr(one, "in_features")]
+    whole = [one for one in modules if not isinstance(one, PackedLinear)]
+    holds_matrix = [one for one in whole if hasattr(one, "weight") and hasattr(one, "in_features")]
     holds_matrix += [one for one in modules if isinstance(one, Conv1D)]
     # Adapters and most rounded layers are modules of other classes; torchao keeps the modules and replaces their
     # tensors.
@@ -907,7 +908,7 @@ class LayerParts(NamedTuple):
     """The weights of one layer; missing parts are empty.
 
     An RMSNorm is its weight, [width]; a LayerNorm is its weight and bias, [2 * width]. Matrices are [outputs, inputs]; a
-    4-bit matrix is a `PackedMatrix`, which an engine reads from its file when it packs it.
+    matrix of small integers is a `StoredMatrix`, which an engine reads from its file when it packs it.
     """
 
     before_attention: Tensor
@@ -1075,6 +1076,12 @@ def embeddings_of(model: "PreTrainedModel", family: ModelFamily) -> Tensor:
     return weight if enter is None else nn.functional.linear(weight.float(), enter.float())
 
 
+def head_of(model: "PreTrainedModel") -> Matrix:
+    """Return the matrix of a model's head."""
+    head: Any = model.get_output_embeddings()
+    return head.matrix if isinstance(head, PackedLinear) else head.weight
+
+
 def matrix_at(model: "PreTrainedModel", name: str, family: ModelFamily) -> Tensor | None:
     """Return a matrix of a model's body, such as `ModelFamily.enter`; None if there is none."""
     module = module_at(body_of(model, family), name) if name else None
@@ -1108,7 +1115,7 @@ def rows_in_order(rows: Matrix, of: Architecture) -> Matrix:
     """Return a joined matrix with all queries first, then keys, then values; a copy if it is stored head by head."""
     if not of.family.by_head or len(rows) == 0:
         return rows
-    if isinstance(rows, PackedMatrix):
+    if not isinstance(rows, Tensor):
         return rows.in_order(rows_in_order(torch.arange(len(rows)), of).tolist())
     group = of.heads // of.kv_heads
     by_head = rows.unflatten(0, (of.kv_heads, group + 2, of.size))

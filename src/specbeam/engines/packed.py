@@ -1,8 +1,8 @@
 """4-bit matrices of GPTQ and AWQ checkpoints: integers in groups, with a scale and a zero point for each group.
 
 A weight is exactly (number - zero point) * scale. `PackedMatrix` locates a matrix in the files of a checkpoint and
-reads it; `PackedLinear` replaces the matrix's module in a transformers model. Neither keeps the numbers, which are in
-the file and in the engine's panels (engines/cpu/nibbles.py).
+reads it; `PackedLinear` replaces the module of such a matrix, or of a `BlockMatrix` of a GGUF file, in a transformers
+model. Neither keeps the numbers, which are in the file and in the engine's panels (engines/cpu/nibbles.py).
 
 The layouts are those of GPTQ (auto-gptq and gptqmodel; Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for
 Generative Pre-trained Transformers") and of AWQ (Lin et al. 2023, "AWQ: Activation-aware Weight Quantization").
@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -149,31 +149,57 @@ class PackedMatrix:
         return found.in_order(np.array(self.order)) if self.order else found
 
 
+@runtime_checkable
+class StoredMatrix(Protocol):
+    """The place of a matrix of small integers in a file: a `PackedMatrix`, or a `BlockMatrix` of a GGUF file."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Columns and depth."""
+
+    def __len__(self) -> int: ...
+
+    def in_order(self, order: Sequence[int]) -> "StoredMatrix":
+        """Return the same matrix with its columns in another order."""
+
+    def read(self) -> Any:
+        """Read the matrix: a record with `weights()` and `columns(first, stop)`."""
+
+
 class PackedLinear(nn.Module):
-    """A replacement of `nn.Linear` with a 4-bit matrix, for direct calls of the model.
+    """A replacement of `nn.Linear` with a matrix of small integers, for direct calls of the model.
 
     Each call reads the file and multiplies in the type of its input. Engines pack `matrix` once instead.
+
+    Args:
+        tied: the weights of the matrix as a parameter of another module, such as the embedding; None: there is none.
     """
 
-    def __init__(self, matrix: PackedMatrix, bias: nn.Parameter | None) -> None:
+    def __init__(self, matrix: StoredMatrix, bias: nn.Parameter | None, tied: nn.Parameter | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = matrix.shape
         self.matrix = matrix
+        self.tied = (tied,)  # in a tuple, as it belongs to the other module
         self.register_parameter("bias", bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights in float32, read from the file unless they are tied."""
+        (tied,) = self.tied
+        return torch.from_numpy(self.matrix.read().weights()) if tied is None else tied.detach()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product of x, float[..., depth], with the matrix, plus the bias."""
-        weight = torch.from_numpy(self.matrix.read().weights())
         bias: Tensor | None = self.bias  # type: ignore[assignment]
-        return functional.linear(x, weight.to(x.dtype), bias)
+        return functional.linear(x, self.weight.to(x.dtype), bias)
 
 
-def matrices_of(model: nn.Module) -> list[PackedMatrix]:
-    """Return the 4-bit matrices in the files of a model."""
+def matrices_of(model: nn.Module) -> list[StoredMatrix]:
+    """Return the matrices of small integers in the files of a model."""
     return [module.matrix for module in model.modules() if isinstance(module, PackedLinear)]
 
 
 def weights_in(model: "PreTrainedModel") -> int:
-    """Return the number of weights of a model, including 4-bit matrices in its files."""
-    packed = sum(math.prod(matrix.shape) for matrix in matrices_of(model))
-    return int(model.num_parameters()) + packed
+    """Return the number of weights of a model, including matrices of small integers in its files."""
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear) and module.tied == (None,)]
+    return int(model.num_parameters()) + sum(math.prod(module.matrix.shape) for module in packed)

@@ -36,6 +36,7 @@ from specbeam.engines.packed import weights_in
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.models.engines import COMPILED, OWN, choose_engine
+from specbeam.models.gguf_files import weights_note_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -502,6 +503,11 @@ class HuggingFaceLM:
     def weights(self) -> int:
         """The number of the model's parameters."""
         return weights_in(self.model)
+
+    @property
+    def weights_note(self) -> str:
+        """Which matrices of a GGUF file keep their bits, and which are widened; "" for other models."""
+        return weights_note_of(self.model)
 
     @property
     def bytes_read(self) -> int:

@@ -106,7 +106,7 @@ def _packing_of(stored: dict[str, Any]) -> _Packing:
     return _Packing(layouts[form], group)
 
 
-class _WithoutWeights(TorchFunctionMode):
+class WithoutWeights(TorchFunctionMode):
     """A context in which new modules get matrices on the meta device, without memory."""
 
     def __torch_function__(
@@ -125,7 +125,7 @@ def _without_weights(config: Any, tensors: _Tensors, packing: _Packing) -> "PreT
 
     plain = copy.deepcopy(config)
     del plain.quantization_config
-    with reading("the configuration does not describe a model"), _WithoutWeights():
+    with reading("the configuration does not describe a model"), WithoutWeights():
         model = AutoModelForCausalLM.from_config(plain, dtype=torch.float32, trust_remote_code=False)
     family = family_of(model)
     if family is not None and family.transposed:

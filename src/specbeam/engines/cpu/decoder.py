@@ -22,8 +22,10 @@ from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, address_of, borrowed
 from specbeam.core.ranked import WHOLE
 from specbeam.engines import families
-from specbeam.engines.arrays import Integers, LogitRows, States, Tapped, Vector, WindowSizes
+from specbeam.engines.arrays import Integers, LogitRows, Panels, States, Tapped, Vector, WindowSizes
+from specbeam.engines.blocks import BlockMatrix, Blocks, joined_blocks
 from specbeam.engines.cpu import tiles
+from specbeam.engines.cpu.block_panels import write_blocks
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
 from specbeam.engines.cpu.cache_words import WORDS, KVType
@@ -40,8 +42,8 @@ from specbeam.engines.cpu.layers import (
     score_rows,
     shape_logits,
 )
-from specbeam.engines.cpu.nibbles import write_nibbles
-from specbeam.engines.cpu.panels import Kind, empty_panels, fits_bfloat16, steps_in, write_panels
+from specbeam.engines.cpu.nibbles import as_grouped, write_nibbles
+from specbeam.engines.cpu.panels import BLOCK_KINDS, Kind, empty_panels, fits_bfloat16, steps_in, write_panels
 from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack, Taps
 from specbeam.engines.cpu.sources import Sources, layers_of_sources, no_distances, no_sources
 from specbeam.engines.cpu.sums import WIDTH
@@ -59,6 +61,7 @@ from specbeam.engines.families import (
     embedding_of,
     embeddings_of,
     family_of,
+    head_of,
     layers_in,
     matrix_at,
     misfit_of_family,
@@ -108,6 +111,17 @@ class Kinds(NamedTuple):
     out: Kind
     up: Kind
     down: Kind
+
+
+_FOUR: Kind = "blocks of 4 bits"
+_EIGHT: Kind = "blocks of 8 bits"
+_WIDER: tuple[Kind, ...] = ("nibbles", _FOUR, _EIGHT)  # each holds the matrices in blocks that those before it hold
+_USUAL_KINDS = (
+    Kinds("nibbles", "nibbles", "nibbles", "nibbles"),
+    Kinds(_FOUR, _FOUR, _FOUR, _FOUR),
+    Kinds(_EIGHT, _FOUR, _FOUR, _EIGHT),
+    Kinds(_EIGHT, _EIGHT, _EIGHT, _EIGHT),
+)
 
 
 @borrowed
@@ -188,7 +202,7 @@ class CompiledDecoder:
         body: Any = body_of(model, family)
         layers = layers_in(model, family)
         embedding = embedding_of(model, family)
-        head: Any = model.get_output_embeddings()
+        head = head_of(model)
         weights = weights_in(model)
         self.threads = threads_for(weights)
         self.architecture = architecture
@@ -196,7 +210,7 @@ class CompiledDecoder:
         self.kv_heads = architecture.kv_heads
         self.size = architecture.size
         self.eps = architecture.eps
-        self.vocab = head.weight.shape[0] if shared is None else shared.vocab
+        self.vocab = len(head) if shared is None else shared.vocab
         self.embedding = table_of(embeddings_of(model, family))
         self.embedding_scale = np.float32(own_scale(embedding))
         self.vector_scale = np.float32(numbers.embedding)  # of input embeddings
@@ -209,12 +223,14 @@ class CompiledDecoder:
         leave = matrix_at(model, family.leave, family)
         if leave is not None:
             matrices.append(leave)
-        self.kind = kind = kind_of_panels([head.weight, *matrices], rounding, tiled, files)
-        self.kinds_of_matrices = kinds_of_panels(parts_of(layers[0], architecture), kind)
+        if isinstance(head, Tensor):
+            matrices.insert(0, head)
+        self.kind = kind = kind_of_panels(matrices, rounding, tiled, files)
+        self.kinds_of_matrices = kinds_of_panels([parts_of(layer, architecture) for layer in layers], kind)
         self.weights = weights_of(layers, self.kinds_of_matrices, architecture, files)
         self.last_norm = numbers_of(norm_at(body, family.final_norm, family))
         rows = self.vocab if shared is None else shared.head_rows
-        self.head = panels_of([_head_parts(head.weight, rows)], kind, files)[0]
+        self.head = _head_panels(head, rows, kind, files)
         self.leave = self.head[:0] if leave is None else panels_of([[leave]], kind, files)[0]
         self.enter = matrix_at(model, family.enter, family)
         if self.threads > 1:
@@ -523,18 +539,41 @@ def kind_of_panels(weights: list[Tensor], rounding: Rounding | None, tiled: bool
     return "tiles" if tiled else "bfloat16"
 
 
-def kinds_of_panels(parts: LayerParts, kind: Kind) -> Kinds:
-    """Return the kinds of panels of layers' matrices: 4-bit weights in files stay packed unless rounded again.
+def kinds_of_panels(parts: Sequence[LayerParts], kind: Kind) -> Kinds:
+    """Return the kinds of panels of layers' matrices: small integers in files stay packed unless rounded again.
 
     Args:
-        parts: of the first layer.
+        parts: of each layer.
         kind: of the other matrices.
     """
 
-    def kind_of(first: Matrix) -> Kind:
-        return "nibbles" if isinstance(first, PackedMatrix) and not kind.startswith("int") else kind
+    def matrices(name: str) -> list[Matrix]:
+        return [one for part in parts for one in _matrices_of(getattr(part, name))]
 
-    return Kinds(kind_of(parts.qkv[0]), kind_of(parts.out), kind_of(parts.up[0]), kind_of(_matrices_of(parts.down)[0]))
+    found = Kinds(*(kind_of_stored(matrices(name), kind) for name in Kinds._fields))
+    in_blocks = {"nibbles", *BLOCK_KINDS}
+    if not any(isinstance(one, BlockMatrix) for one in matrices("qkv")) or not in_blocks.issuperset(found):
+        return found
+    # Each combination is compiled by itself, so only the usual ones exist: files of about 4 bits have 8 bits for values and
+    # for the last matrix of some layers.
+    for usual in _USUAL_KINDS:
+        if all(_WIDER.index(one) <= _WIDER.index(wide) for one, wide in zip(found, usual, strict=True)):
+            return usual
+    return found
+
+
+def kind_of_stored(matrices: Sequence[Matrix], kind: Kind) -> Kind:
+    """Return the smallest kind of panels that represents all of these matrices exactly.
+
+    Args:
+        kind: the kind of matrices that are not small integers in files, and of all matrices if they are rounded.
+    """
+    if kind.startswith("int") or isinstance(matrices[0], Tensor):
+        return kind
+    in_blocks = [one for one in matrices if isinstance(one, BlockMatrix)]
+    if all(one.is_symmetric for one in in_blocks):
+        return "nibbles"
+    return _FOUR if all(one.bits == 4 for one in in_blocks) else _EIGHT
 
 
 def panels_of(
@@ -555,12 +594,8 @@ def panels_of(
     panels = empty_panels(len(matrices), columns, depth, kind)
     for parts, goal in zip(matrices, panels, strict=True):
         in_order = [ordered(part) for part in parts]
-        if isinstance(in_order[0], PackedMatrix):
-            matrix = joined([part.read() for part in in_order])
-            if kind == "nibbles":
-                write_nibbles(goal.view(np.int32), matrix)
-                continue
-            write_panels(goal, partial(_weights_of_columns, matrix), columns, depth, kind)
+        if not isinstance(in_order[0], Tensor):
+            _write_stored(goal, _joined_stored(in_order), columns, depth, kind)
             continue
 
         def leave(first: int, stop: int, parts: Sequence[Any] = in_order) -> None:
@@ -571,7 +606,30 @@ def panels_of(
     return panels
 
 
-def _weights_of_columns(matrix: Grouped, first: int, stop: int) -> Float32[np.ndarray, "some depth"]:
+def _joined_stored(parts: Sequence[Any]) -> Grouped | Blocks:
+    """Read matrices of one kind, and return them concatenated along their columns."""
+    if isinstance(parts[0], PackedMatrix):
+        return joined([part.read() for part in parts])
+    return joined_blocks([part.read() for part in parts])
+
+
+def _write_stored(panels: Panels, matrix: Grouped | Blocks, columns: int, depth: int, kind: Kind) -> None:
+    """Write a matrix of small integers to panels of a kind that represents it exactly, or rounded again.
+
+    Args:
+        columns: number of columns in the panels; missing ones become zeros.
+    """
+    words = panels.view(np.int32)
+    if kind == "nibbles":
+        write_nibbles(words, as_grouped(matrix) if isinstance(matrix, Blocks) else matrix)
+    elif kind in BLOCK_KINDS:
+        assert isinstance(matrix, Blocks)
+        write_blocks(words, matrix, 4 if kind == _FOUR else 8)
+    else:
+        write_panels(panels, partial(_weights_of_columns, matrix), columns, depth, kind)
+
+
+def _weights_of_columns(matrix: Grouped | Blocks, first: int, stop: int) -> Float32[np.ndarray, "some depth"]:
     return matrix.columns(first, stop).weights()
 
 
@@ -592,6 +650,21 @@ def _columns_of(parts: Sequence[Tensor], kind: Kind, first: int, stop: int) -> S
     else:
         found = [piece.float().numpy() for piece in pieces]
     return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _head_panels(head: Matrix, rows: int, kind: Kind, files: MappedFiles) -> Panels:
+    """Return the first rows of a head in panels, with zeros for missing tokens.
+
+    Args:
+        kind: of a head that is not small integers in a file, or is rounded.
+    """
+    if isinstance(head, Tensor):
+        return panels_of([_head_parts(head, rows)], kind, files)[0]
+    depth = head.shape[1]
+    own_kind = kind if kind.startswith("int") else _EIGHT
+    panels = empty_panels(1, rows, depth, own_kind)[0]
+    _write_stored(panels, head.read().columns(0, rows), rows, depth, own_kind)
+    return panels
 
 
 def _head_parts(rows: Tensor, vocab: int) -> list[Matrix]:

@@ -96,7 +96,7 @@ class CompiledEncoder(nn.Module, ABC):
         matrices = [weight for layer in layers for weight in layer.parameters() if weight.dim() > 1]
         tiled = tiles.available() if rounding else "tiles" in decoder.kind
         kind = kind_of_panels(matrices, rounding, tiled, files)
-        weights = weights_of(layers, kinds_of_panels(parts_of(layers[0], of), kind), of, files)
+        weights = weights_of(layers, kinds_of_panels([parts_of(layer, of) for layer in layers], kind), of, files)
         self.module: nn.Module = body
         self.rounding = rounding
         self.threads = decoder.threads

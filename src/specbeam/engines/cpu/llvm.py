@@ -73,6 +73,14 @@ class Value:
         """Return the same bits as a register of another type."""
         return Value(self.builder, self.builder.bitcast(self.register, kind))
 
+    def shifted_with_sign(self, bits: int) -> "Value":
+        """Return integers with their bits shifted to the right, filled with the sign."""
+        return Value(self.builder, self.builder.ashr(self.register, self._other(bits).register))
+
+    def shortened(self, kind: Any) -> "Value":
+        """Return integers as a type of fewer bits."""
+        return Value(self.builder, self.builder.trunc(self.register, kind))
+
     def in_floats(self, kind: Any) -> "Value":
         """Return signed integers as floats."""
         return Value(self.builder, self.builder.sitofp(self.register, kind))

@@ -12,6 +12,7 @@ from jaxtyping import Float32
 
 from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.engines.arrays import Dense, Panels
+from specbeam.engines.blocks import Blocks
 from specbeam.engines.cpu.rounding import GROUP, LOWEST, OF_SCALE, OF_ZERO, rounded_groups
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.packed import PER_WORD, Grouped, packed_in_words
@@ -30,6 +31,13 @@ def rounded_nibbles(matrix: Dense) -> Grouped:
     whole = (numbers - np.int8(LOWEST)).astype(np.uint8)
     zeros = np.full(scales.T.shape, -LOWEST, dtype=np.uint8)
     return Grouped(packed_in_words(np.ascontiguousarray(whole.T)), np.ascontiguousarray(scales.T), zeros)
+
+
+def as_grouped(matrix: Blocks) -> Grouped:
+    """Return a matrix whose blocks have a scale and a zero point of 8, as Q4_0's; see `BlockMatrix.is_symmetric`."""
+    scales = np.ascontiguousarray(matrix.scales.T).astype(np.uint16).view(np.float16).astype(np.float32)
+    zeros = np.full(scales.shape, -LOWEST, dtype=np.uint8)
+    return Grouped(packed_in_words(np.ascontiguousarray(matrix.numbers.T).view(np.uint8)), scales, zeros)
 
 
 def write_nibbles(panels: Panels, matrix: Grouped) -> None:

@@ -9,7 +9,8 @@ and the products are the same. float16 checkpoints are stored in float16. With t
 at once (engines/cpu/tiles.py), which pays for matrices too large for the processor's caches. Weights rounded to 8 bits are
 read in a quarter of the time; weights of 4 bits, in groups with a scale each, in a seventh. For both, each row of x is
 rounded to 8 bits, relative to its own largest number, which takes a quarter of the arithmetic. 4-bit weights of
-quantised checkpoints are exact, and rows are not rounded (engines/cpu/nibbles.py).
+quantised checkpoints, and the blocks of GGUF files, are exact, and rows are not rounded (engines/cpu/nibbles.py,
+engines/cpu/block_panels.py).
 
 The functions above `_source_of` are declarations only: numba chooses a compiled form by the dtype of the panels.
 """
@@ -29,6 +30,7 @@ from specbeam.core.compiling.threads import allowed_threads
 from specbeam.core.compiling.uncounted import chosen_without_counts, compiled_without_counts
 from specbeam.engines.arrays import AnyArray, Dense, Panels
 from specbeam.engines.cpu import tiles
+from specbeam.engines.cpu.block_panels import blocks_as_float32, rounded_blocks, write_blocks
 from specbeam.engines.cpu.embedding import widen_halves
 from specbeam.engines.cpu.laying import lay_out_bytes, lay_out_groups, lay_out_words
 from specbeam.engines.cpu.nibbles import nibbles_as_float32, rounded_nibbles, write_nibbles
@@ -66,7 +68,19 @@ _SHARED_FROM = 300_000  # size of the panels from which threads share a product
 
 _LAID_OUT_TOGETHER = 1 << 22  # number of weights that are laid out at a time
 
-Kind = Literal["float32", "bfloat16", "float16", "tiles", "int8", "int8 tiles", "int4", "nibbles"]
+Kind = Literal[
+    "float32",
+    "bfloat16",
+    "float16",
+    "tiles",
+    "int8",
+    "int8 tiles",
+    "int4",
+    "nibbles",
+    "blocks of 4 bits",
+    "blocks of 8 bits",
+]
+BLOCK_KINDS: tuple[Kind, ...] = ("blocks of 4 bits", "blocks of 8 bits")  # their matrices are `Blocks`
 Array = Any  # numba infers the types
 
 
@@ -95,6 +109,8 @@ _WORDS: dict[Kind, Words] = {
     "int8 tiles": Words(np.int32, np.int8, BYTES_PER_WORD, 1, after=2),
     "int4": Words(np.int32, np.int16, GROUP, GROUP // 8, halves=1),
     "nibbles": Words(np.int32, np.uint64, GROUP, GROUP // 8 + 1),
+    "blocks of 4 bits": Words(np.int32, np.int64, GROUP, GROUP // 8 + 2),
+    "blocks of 8 bits": Words(np.int32, np.float64, GROUP, GROUP // BYTES_PER_WORD + 2),
 }
 
 
@@ -219,6 +235,8 @@ if compiling.AVAILABLE:
             return _source_of(_halves_as_float32)
         if panel.dtype == types.uint64:
             return _source_of(lambda panel, depth: nibbles_as_float32(panel, depth))
+        if panel.dtype in (types.int64, types.float64):
+            return _source_of(lambda panel, depth: blocks_as_float32(panel, depth))
         return _source_of(_unchanged if panel.dtype in _ROUNDED else _as_float32)
 
 
@@ -470,6 +488,8 @@ _ROWS_FOR = {
     np.uint32: np.float32,
     np.uint8: np.float32,
     np.uint64: np.float32,
+    np.int64: np.float32,
+    np.float64: np.float32,
     np.int32: np.int32,
     np.int16: np.uint32,
     np.uint16: np.uint32,
@@ -523,7 +543,8 @@ def in_panels(matrix: Dense, kind: Kind = "float32") -> Panels:
             rounded matrix (`round_column`), four steps of depth in each int32, followed by the scales and 128 times the sums
             of the columns; "int8 tiles", the same as int8, for tile registers; "int4", a matrix rounded in groups
             (`rounded_groups`), eight steps of depth in a word, as int16, see `lay_out_groups`; "nibbles", the same
-            numbers and scales as uint64, for products with unrounded rows.
+            numbers and scales as uint64, for products with unrounded rows; "blocks of 4 bits" and "blocks of 8 bits",
+            rounded in groups (`block_panels.rounded_blocks`), as int64 and float64, also for unrounded rows.
 
     Raises `ValueError` if the depth is not a multiple of `steps_in(kind)`.
     """
@@ -595,6 +616,10 @@ def _lay_out(panels: Panels, matrix: Shaped[np.ndarray, "columns depth"], kind: 
     if kind == "nibbles":
         write_nibbles(panels, rounded_nibbles(matrix))
         return
+    if kind in BLOCK_KINDS:
+        bits = 4 if kind == "blocks of 4 bits" else 8
+        write_blocks(panels, rounded_blocks(matrix, bits), bits)
+        return
     if kind == "float16":
         _lay_out_halves(panels, matrix if matrix.dtype == np.uint16 else matrix.astype(np.float16).view(np.uint16))
         return
@@ -615,7 +640,7 @@ def _lay_out_halves(panels: Panels, matrix: Shaped[np.ndarray, "columns depth"])
 
 def steps_in(kind: Kind) -> int:
     """Return the divisor of the depths of matrices in panels of a kind."""
-    return GROUP if kind in ("int4", "nibbles") else STEP
+    return GROUP if kind in ("int4", "nibbles", *BLOCK_KINDS) else STEP
 
 
 def empty_in_lines(shape: tuple[int, ...], dtype: Any) -> AnyArray:

@@ -46,6 +46,7 @@ WIDTH = ACROSS * LANES  # columns of a panel
 STEP = 4  # minimum number of steps of depth in a round of the loop; divides every depth
 _AHEAD = 32  # prefetch distance in words of a column
 _STEPS_PER_NIBBLES = 8  # steps of depth in a word of numbers of 4 bits
+_STEPS_PER_BYTES = 4  # of 8 bits
 _LOWER = 0x0F0F0F0F  # the lower half of each byte
 FLOAT16_SCALE = np.float32(2.0**112)  # float32 exponents count from 127, those of float16 from 15
 
@@ -222,6 +223,68 @@ class _LoopOfWeights(_Loop):
             yield columns
 
 
+class _LoopOfBlocks(_Loop):
+    """A `_Loop` for panels of small integers in blocks, which represent exact float32 weights; see `Blocks`.
+
+    A round takes half a group, which shares a scale. After the words with numbers of a group come a word with its scales
+    and a word with its offset; see `block_panels`. A weight is number * scale + offset, in one operation that rounds once.
+    """
+
+    def __init__(self, builder: Any, rows: int, steps_per_word: int = 1, x_pitch: Any = None) -> None:
+        super().__init__(builder, rows, steps_per_word, x_pitch)
+        self.steps = GROUP // 2
+        self.in_group = GROUP // steps_per_word
+
+    def _results(self) -> list[Value]:
+        zeros = [self._zeros()] * (self.rows * ACROSS)
+        with self.rounds(self.depth, self.steps, zeros) as loop:
+            group = loop.at // GROUP
+            scales, offsets = self._factors(group, loop.at // self.steps)
+            for step in range(0, self.steps, self.steps_per_word):
+                word = (loop.at + step) // self.steps_per_word
+                self._prefetch_later(word)
+                packed = self._panel_at((word + group * 2) * self.stride, self.words)
+                for place in range(self.steps_per_word):
+                    columns = []
+                    for bits, scale, offset in zip(packed, scales, offsets, strict=True):
+                        number = self._number(bits, place).in_floats(self.vector)
+                        columns.append(self.fused(number, scale, offset))
+                    loop.carried = self._added(loop.carried, columns, loop.at + (step + place))
+        return loop.carried
+
+    def _factors(self, group: Value, half: Value) -> tuple[list[Value], list[Value]]:
+        """Return the scales and the offsets of a group's half; `half` counts halves of groups."""
+        at = group * (self.in_group + 2) + self.in_group
+        left = (half % 2 * -8 + 8).shortened(WORD)  # shift that brings the byte of this half to the top
+        shift = spread_out(self.builder, left, LANES)
+        of_scales = self._across(at * self.stride, self.words)
+        of_offsets = self._across((at + 1) * self.stride, self.words)
+        scales = [self._half(word) * self._top_byte(word << shift) for word in of_scales]
+        return scales, [self._half(word) * self._top_byte(word << 8) for word in of_offsets]
+
+    def _half(self, word: Value) -> Value:
+        """Return the float16 in the lower half of each lane as float32."""
+        b = self.builder
+        if LANES > 4:  # a single instruction converts them
+            bits = Value(b, b.trunc(word.register, ir.VectorType(HALF_WORD, LANES)))
+            halves = bits.seen_as(ir.VectorType(ir.HalfType(), LANES))
+            return Value(b, b.fpext(halves.register, self.vector))
+        scale = constant(b, self.vector, float(FLOAT16_SCALE))
+        size = ((word & 0x7FFF) << 13).seen_as(self.vector)
+        sign = (word & 0x8000) << 16
+        return ((size * scale).seen_as(self.words) | sign).seen_as(self.vector)
+
+    def _top_byte(self, word: Value) -> Value:
+        """Return the highest byte of each lane, which is signed, as float32."""
+        return word.shifted_with_sign(24).in_floats(self.vector)
+
+    def _number(self, bits: Value, place: int) -> Value:
+        """Return the number at a place of each word: an unsigned one of 4 bits, or a signed one of 8 bits."""
+        if self.steps_per_word == _STEPS_PER_NIBBLES:
+            return bits >> 4 * place & 15
+        return (bits << 24 - 8 * place).shifted_with_sign(24)
+
+
 class _LoopOfBytes(_Loop):
     """A `_Loop` for panels with four int8 in a word and rows with four uint8 in a word, summed as integers.
 
@@ -243,9 +306,7 @@ class _LoopOfBytes(_Loop):
             return Value(self.builder, self.call(name, self.words, *given))
         for place in range(4):
             unsigned = spread >> 8 * place & 255
-            high = column << 24 - 8 * place
-            bits = constant(self.builder, self.words, 24)
-            signed = Value(self.builder, self.builder.ashr(high.register, bits.register))
+            signed = (column << 24 - 8 * place).shifted_with_sign(24)
             total = total + unsigned * signed
         return total
 
@@ -322,7 +383,8 @@ if compiling.AVAILABLE:
         weights[weights + step * stride + column], with the numbers in `places`, see `PanelPlaces`.
 
         Weights are float32; uint32 with two bfloat16 each; uint8, two for a float16; uint64 with sixteen 4-bit numbers each,
-        see engines/cpu/nibbles.py; int32 with four int8 each, and x int32; or int16 with four 4-bit numbers each, and x
+        see engines/cpu/nibbles.py; int64 or float64, with numbers of 4 or 8 bits in blocks, see
+        engines/cpu/block_panels.py; int32 with four int8 each, and x int32; or int16 with four 4-bit numbers each, and x
         uint32; the last two as `panels.write_transposed` makes them.
 
         With more than half of `MOST` rows, the line of weights[later + word * later_stride] is prefetched for each word of
@@ -359,7 +421,7 @@ def _code_of_sums(loop_of: Callable[[Any, int, Any, PanelPlaces], _Loop]) -> Cal
         starts = ((1, places.weights), (2, places.x), (3, places.out))
         weights, x, out = places_in(context, builder, signature, args, starts)
         kind = signature.args[1].dtype
-        if kind in (types.int16, types.uint64):  # registers hold words anyway
+        if kind in (types.int16, types.uint64, types.int64, types.float64):  # registers hold words anyway
             weights = builder.bitcast(weights, WORD.as_pointer())
         if kind == types.uint8:
             weights = builder.bitcast(weights, HALF_WORD.as_pointer())
@@ -394,6 +456,8 @@ def _loop(builder: Any, rows: int, kind: Any) -> _Loop:
         types.uint32: (_Loop, 2),
         types.uint8: (_LoopOfHalves, 1),
         types.uint64: (_LoopOfWeights, _STEPS_PER_NIBBLES),
+        types.int64: (_LoopOfBlocks, _STEPS_PER_NIBBLES),
+        types.float64: (_LoopOfBlocks, _STEPS_PER_BYTES),
         types.int32: (_LoopOfBytes, 4),
         types.int16: (_LoopOfNibbles, 4),
     }[kind]

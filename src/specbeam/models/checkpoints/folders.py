@@ -11,8 +11,7 @@ ADAPTER = "adapter_config.json"
 _FOLDER = "give the folder that save_pretrained wrote"
 _CONVERT = "; specbeam reads the safetensors or pytorch_model.bin of transformers"
 _FOREIGN = {  # patterns of files of other programs, with descriptions
-    "*.gguf": "a GGUF model of llama.cpp{where}; give the original model in transformers' format, with quantize='int4' to "
-    "make it small",
+    "*.gguf": "a GGUF model of llama.cpp{where}; give the file itself",
     "consolidated*.pth": "Meta's own format ({file}); give the model in transformers' format, whose folder holds "
     "config.json and model.safetensors",
     "consolidated*.safetensors": "Mistral's own format ({file}); give the model in transformers' format, whose folder holds "
@@ -25,8 +24,7 @@ _FOREIGN = {  # patterns of files of other programs, with descriptions
     "*.ckpt": "a training checkpoint ({file})" + _CONVERT,
 }
 _OF_FILES = {
-    ".gguf": "a GGUF file of llama.cpp; give the folder of the original model in transformers' format, with "
-    "quantize='int4' to make it small",
+    ".gguf": "a GGUF file, which only `load` without device_map and tensor_parallel takes",
     ".onnx": "an ONNX file" + _CONVERT,
     ".pth": "a file of weights; give a folder with config.json and weights in transformers' format",
 }
@@ -52,13 +50,18 @@ def checked_folder(path: Path) -> Path:
 
 
 def adapter(where: str, described: dict[str, Any]) -> NotSupported:
-    """Return the error for a folder or repository that holds an adapter, given the content of adapter_config.json."""
-    kind = str(described.get("peft_type") or "LoRA").replace("LORA", "LoRA")
+    """Return the error where an adapter cannot be merged, given the content of adapter_config.json."""
+    kind = adapter_kind(described)
     base = described.get("base_model_name_or_path")
     return NotSupported(
         f"{where} holds a {kind} adapter ({ADAPTER}), which changes {base or 'another model'}; merge the two with peft "
         "(PeftModel.from_pretrained, then merge_and_unload and save_pretrained) and give the merged model"
     )
+
+
+def adapter_kind(described: dict[str, Any]) -> str:
+    """Return the name of an adapter's method, given the content of adapter_config.json."""
+    return str(described.get("peft_type") or "LoRA").replace("LORA", "LoRA")
 
 
 def without_weights(where: str, folder: Path | None) -> SpecbeamError:

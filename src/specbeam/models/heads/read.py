@@ -10,6 +10,7 @@ from specbeam.core.errors import BadHead, NotSupported, SpecbeamError
 from specbeam.core.lm import LM
 from specbeam.engines.eligibility import check_takes_heads
 from specbeam.engines.mapped import is_mapped
+from specbeam.models.checkpoints.gguf import gguf_in
 from specbeam.models.engines import COMPILED
 from specbeam.models.heads.block import BlockHead
 from specbeam.models.heads.blocks import is_block, read_block
@@ -54,6 +55,8 @@ def is_head(source: object) -> bool:
         config = getattr(source, "config", None)
         return hasattr(config, "speculators_model_type") or not hasattr(source, "get_output_embeddings")
     folder = Path(str(source)).expanduser()
+    if gguf_in(folder) is not None:
+        return False
     if not folder.is_dir():
         return _is_head_of_hub(str(source))
     if not (folder / "config.json").is_file():

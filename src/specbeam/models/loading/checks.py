@@ -12,6 +12,7 @@ from specbeam.core.forest import Forest
 from specbeam.engines.cpu.audio_encoder import AudioEncoder
 from specbeam.engines.cpu.encoder import CompiledEncoder, TextEncoder
 from specbeam.engines.mapped import is_mapped
+from specbeam.engines.packed import matrices_of
 from specbeam.engines.shared_tokens import readable
 from specbeam.engines.source import Source
 from specbeam.engines.torch.in_float32 import as_loaded
@@ -52,7 +53,7 @@ def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
     if lm.engine in OWN_ROUNDINGS and not is_mapped(lm.model) and (fault := broken_weight(lm.model)):
         raise BrokenLaw(f"{name} cannot be rounded to {lm.engine}: its weight {fault}")
     # In this case the engine computes in float32, and the weights may have another type.
-    widened = is_mapped(lm.model) and lm.engine in COMPILED and source is None
+    widened = (is_mapped(lm.model) or bool(matrices_of(lm.model))) and lm.engine in COMPILED and source is None
     try:
         found = lm.extend([owner], [forest])[0].logits.float().clone()
         lm.close(owner)  # frees its row of the store for the paths
@@ -159,10 +160,10 @@ def _logits_of_nodes(
 ) -> list[torch.Tensor]:
     """Return the logits of each node of a tree, float[vocab], computed without a tree; see `_plain_logits`.
 
-    Engines that round, and models in mapped files, run one pass per leaf for all nodes on its path.
+    Engines that round, and models whose weights stay in their files, run one pass per leaf for all nodes on its path.
 
     Args:
-        widened: whether the model's weights stay in mapped files and are called in float32.
+        widened: whether the model's weights stay in their files and are called in float32.
     """
     if source is not None or not (widened or _rounds(lm)):
         return [_plain_logits(lm, prompt + forest.path(node), source) for node in range(forest.size)]

@@ -9,8 +9,10 @@ import torch
 from specbeam.core.errors import BadCheckpoint, BadSetting, MissingFile, NotSupported, SpecbeamError
 from specbeam.engines.mapped import mapped_files, mark_mapped
 from specbeam.models.checkpoints.folders import checked_folder
+from specbeam.models.checkpoints.gguf import gguf_in
 from specbeam.models.checkpoints.numbers import check_weights
 from specbeam.models.checkpoints.pretrained import Checkpoint, open_checkpoint, pretrained
+from specbeam.models.gguf_files import read_gguf
 from specbeam.models.mapped_files import stored_type
 from specbeam.models.quantised import BY_LIBRARY, Quantize, library_config, rounding_in, unknown_method
 from specbeam.models.rounded_files import read_rounded
@@ -69,6 +71,8 @@ def model_of(
         return source
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise BadSetting(f"dtype is {dtype!r}; it must be 'auto' or a type of torch, like 'float32' or 'bfloat16'")
+    if (file := gguf_in(source)) is not None:
+        return _of_gguf(file, dtype, device, by_library, may_map, device_map)
     name = name_or_path(source)
     with ONE_AT_A_TIME:  # this may build models without weights
         checkpoint = open_checkpoint(name)
@@ -105,6 +109,25 @@ def model_of(
         mark_mapped(model)
     check_weights(name, model, mapped_files(model).release)
     return model if options else model.to(device)
+
+
+def _of_gguf(
+    file: Path,
+    dtype: "str | torch.dtype",
+    device: torch.device,
+    by_library: "Quantize | None",
+    may_map: bool,
+    device_map: Any,
+) -> "PreTrainedModel":
+    """Return the model in a GGUF file; see `model_of`."""
+    if by_library is not None:
+        raise BadSetting(
+            f"{file} holds weights that specbeam reads itself; leave {by_library!r} out, or give 'int8' or 'int4'"
+        )
+    if device_map is not None:
+        raise NotSupported(f"{file} is a GGUF file, and device_map is for models in transformers' format; leave it out")
+    with ONE_AT_A_TIME:
+        return read_gguf(file, dtype, device, may_pack=may_map, may_map=may_map)
 
 
 def _as_loaded(

@@ -9,6 +9,7 @@ import torch
 
 from specbeam.core.errors import MissingFile, MissingPackage
 from specbeam.models.checkpoints.boundary import beginning, json_object, reading
+from specbeam.models.checkpoints.gguf import gguf_in, read_header
 from specbeam.models.checkpoints.headers import file_of
 from specbeam.models.loading.models import name_or_path
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _PIECES = ("source.spm", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "tokenizer.model")
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", *_PIECES, "vocab.json")
 _SETTINGS = ("config.json", "tokenizer_config.json")
+_WORDS_OF_GGUF = "tokenizer.ggml.tokens"
 _FEW = 64  # vocabularies up to this size are checked for tokens other than special ones
 _READ_PIECES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # package: its module
 
@@ -34,6 +36,8 @@ def read_tokenizer(source: Any, fetch: bool = True) -> "PreTrainedTokenizerBase 
     if isinstance(source, (str, Path)):
         from transformers import AutoTokenizer
 
+        if (file := gguf_in(source)) is not None:
+            return _tokenizer_of_gguf(file)
         path = Path(source).expanduser()
         name = str(path) if path.is_dir() else name_or_path(source)  # a folder need not hold a model
         # Without trust_remote_code, transformers would ask on the terminal whether custom code may run.
@@ -47,6 +51,8 @@ def read_tokenizer(source: Any, fetch: bool = True) -> "PreTrainedTokenizerBase 
         return tokenizer if _has_words(tokenizer, name) else None
     if isinstance(source, torch.nn.Module):
         folder = getattr(source, "name_or_path", "")
+        if folder and gguf_in(folder) is not None:
+            return read_tokenizer(folder)
         has_tokenizer = folder and (Path(folder) / "tokenizer_config.json").is_file()
         return read_tokenizer(folder) if has_tokenizer else None
     return source
@@ -58,9 +64,29 @@ def has_tokenizer_files(name: str, fetch: bool) -> bool:
     Args:
         fetch: whether to download files that are missing in the hub's cache.
     """
+    if (file := gguf_in(name)) is not None:
+        return _WORDS_OF_GGUF in read_header(file).metadata
     if Path(name).expanduser().is_dir():
         return any((Path(name).expanduser() / file).is_file() for file in _TOKENIZER_FILES)
     return any(_is_on_hub(name, file, fetch) for file in _TOKENIZER_FILES)
+
+
+def _tokenizer_of_gguf(file: Path) -> "PreTrainedTokenizerBase | None":
+    """Return the tokenizer in a GGUF file, which transformers makes of its metadata; None, with a warning, without words."""
+    from transformers import PreTrainedTokenizerFast
+
+    if _WORDS_OF_GGUF not in read_header(file).metadata:
+        warnings.warn(
+            f"{file} holds no tokenizer; the model is loaded without one, for prompts of token ids; for prompts of text, "
+            "use load(tokenizer=...)",
+            stacklevel=4,
+        )
+        return None
+    with reading(f"could not make a tokenizer of {file}", MissingFile, "; give load(tokenizer=...)"):
+        # AutoTokenizer would first read the model's configuration, which takes ten times as long.
+        found: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+    found.name_or_path = str(file)
+    return found
 
 
 def _is_on_hub(name: str, file: str, fetch: bool) -> bool:
