@@ -58,6 +58,7 @@ FLOORS = [
         "engines.by_layer",
         "engines.gpu",
         "engines.speeds",
+        "models.adapters",
         "models.mapped_files",
         "models.quantised",
     },

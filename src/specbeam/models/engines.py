@@ -24,6 +24,7 @@ from specbeam.engines.packed import matrices_of
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.engines.torch.source_passes import SourcePasses
+from specbeam.models.adapters import is_merged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -213,7 +214,7 @@ def _too_large(model: "PreTrainedModel") -> str:
 
 def _waits_for_compiled(model: "PreTrainedModel") -> str:
     """Return the reason why the compiled forward should not copy a model's weights; "" if it may."""
-    if is_mapped(model) or matrices_of(model) or lacks_trees(model):
+    if is_mapped(model) or matrices_of(model) or is_merged(model) or lacks_trees(model):
         return ""
     if model.dtype != torch.float32:
         return (

@@ -137,7 +137,8 @@ def load(
     Args:
         target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included). Either a
             causal language model, or an encoder-decoder model for translation, summarisation or speech, whose prompts are
-            sources. A path may be a GGUF file, or a folder with one (docs/quantised.md).
+            sources. A path may be a GGUF file, or a folder with one (docs/quantised.md); or an adapter of peft, which is
+            merged into its base model (docs/models.md).
         draft: None for methods without a draft model; otherwise one of:
             - a model, given like the target. Its tokens must be the target's; it may have a padded vocabulary, and tokens
               of only one of both models are never drafted (docs/models.md).

@@ -164,9 +164,9 @@ FOLDER_TABLE = {
     "no weights": (NO_WEIGHTS, ["no weights", WEIGHTS]),
     "an adapter": (
         all_of(NOTHING, text("adapter_config.json", LORA)),
-        ["LoRA adapter", "some/base", "merge_and_unload"],
+        ["no weights of the adapter", "adapter_model.safetensors"],
     ),
-    "an adapter in its model's folder": (text("adapter_config.json", LORA), ["LoRA adapter", "merge_and_unload"]),
+    "an adapter in its model's folder": (text("adapter_config.json", LORA), ["no weights of the adapter"]),
     "an adapter that is no JSON": (text("adapter_config.json", "{"), ["adapter_config.json cannot be read"]),
     "GGUF": (all_of(NOTHING, text("m-Q4_K_M.gguf", "GGUF")), ["GGUF", "m-Q4_K_M.gguf"]),
     "GGUF with a configuration": (all_of(NO_WEIGHTS, text("m.gguf", "GGUF")), ["GGUF", "m.gguf"]),

@@ -8,6 +8,7 @@ import torch
 
 from specbeam.core.errors import BadCheckpoint, BadSetting, MissingFile, NotSupported, SpecbeamError
 from specbeam.engines.mapped import mapped_files, mark_mapped
+from specbeam.models.adapters import Adapter, adapter_at, merged
 from specbeam.models.checkpoints.folders import checked_folder
 from specbeam.models.checkpoints.gguf import gguf_in
 from specbeam.models.checkpoints.numbers import check_weights
@@ -73,6 +74,8 @@ def model_of(
         raise BadSetting(f"dtype is {dtype!r}; it must be 'auto' or a type of torch, like 'float32' or 'bfloat16'")
     if (file := gguf_in(source)) is not None:
         return _of_gguf(file, dtype, device, by_library, may_map, device_map)
+    if device_map is None and (adapter := adapter_at(source)) is not None:
+        return _of_adapter(adapter, dtype, device, quantize)
     name = name_or_path(source)
     with ONE_AT_A_TIME:  # this may build models without weights
         checkpoint = open_checkpoint(name)
@@ -128,6 +131,32 @@ def _of_gguf(
         raise NotSupported(f"{file} is a GGUF file, and device_map is for models in transformers' format; leave it out")
     with ONE_AT_A_TIME:
         return read_gguf(file, dtype, device, may_pack=may_map, may_map=may_map)
+
+
+def _of_adapter(
+    adapter: Adapter, dtype: "str | torch.dtype", device: torch.device, quantize: "Quantize | None"
+) -> "PreTrainedModel":
+    """Return the base model of an adapter with the adapter merged; see `model_of`."""
+    if quantize in BY_LIBRARY:
+        raise BadSetting(
+            f"{quantize!r} rounds weights while they are loaded, and {adapter.name} holds an adapter that is merged "
+            "afterwards; use 'int8', 'int4' or 'fp8'"
+        )
+    if adapter_at(adapter.base) is not None:
+        raise NotSupported(
+            f"{adapter.base}, the base of the adapter {adapter.name}, holds an adapter itself; merge that one first, with "
+            "peft's merge_and_unload and save_pretrained, and name the result in adapter_config.json"
+        )
+    base = model_of(adapter.base, dtype, device)
+    if stored := rounding_in(base.config):
+        if stored != "gguf":
+            raise NotSupported(
+                f"{adapter.base}, the base of the adapter {adapter.name}, holds weights rounded by {stored!r}, into which "
+                "an adapter cannot be merged; name the unrounded model in adapter_config.json"
+            )
+        del base.config.quantization_config  # its weights are floats here, and no longer those of the file
+    with ONE_AT_A_TIME:
+        return merged(adapter, base)
 
 
 def _as_loaded(

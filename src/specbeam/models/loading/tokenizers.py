@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbeam.core.errors import MissingFile, MissingPackage
+from specbeam.models.adapters import adapter_at
 from specbeam.models.checkpoints.boundary import beginning, json_object, reading
 from specbeam.models.checkpoints.gguf import gguf_in, read_header
 from specbeam.models.checkpoints.headers import file_of
@@ -38,6 +39,8 @@ def read_tokenizer(source: Any, fetch: bool = True) -> "PreTrainedTokenizerBase 
 
         if (file := gguf_in(source)) is not None:
             return _tokenizer_of_gguf(file)
+        if not has_tokenizer_files(str(source), fetch) and (adapter := adapter_at(source)) is not None:
+            return read_tokenizer(adapter.base, fetch)
         path = Path(source).expanduser()
         name = str(path) if path.is_dir() else name_or_path(source)  # a folder need not hold a model
         # Without trust_remote_code, transformers would ask on the terminal whether custom code may run.
