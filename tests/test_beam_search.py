@@ -12,6 +12,7 @@ from scipy import stats
 from transformers import LogitsProcessor
 
 import specbeam as sb
+from specbeam.core.control.cost import CostCurve
 from specbeam.core.laws.joint import joint_law
 from specbeam.core.laws.warp import Warp
 from specbeam.core.ranked import whole_rows
@@ -409,3 +410,26 @@ def test_drafts_change_nothing_where_all_that_a_prefix_allows_is_banned(pair, se
     for depth in (1, 3):
         (drafted,) = sb.generate(pair, [prompt], sb.speculative_beam_search(3, depth=depth), **options)
         agree(drafted, [(beam.tokens, beam.score) for beam in plain.beams], 3)
+
+
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix_match", "token_recycling"])
+def test_drafts_without_a_model_that_cannot_pay_are_left_out_within_a_few_turns(drafter, pair, monkeypatch):
+    """Ten beams, and a pass whose time is that of its rows: hardly more rows are computed than without drafts."""
+    monkeypatch.setattr("specbeam.recipes.depth._curve", lambda lm, role: CostCurve((1, 100), (1.0, 100.0)))
+    plain = sb.generate(pair, "abc", sb.beam_search(10), max_new_tokens=96)[0]
+    method = sb.speculative_beam_search(10, drafter=drafter)
+    found = sb.generate(pair, "abc", method, max_new_tokens=96)[0]
+    assert [beam.tokens for beam in found.beams] == [beam.tokens for beam in plain.beams]
+    assert found.report.rows.scored <= 1.2 * plain.report.rows.scored
+    fixed = sb.speculative_beam_search(10, depth=4, drafter=drafter)
+    assert sb.generate(pair, "abc", fixed, max_new_tokens=96)[0].report.rows.scored > 2 * plain.report.rows.scored
+
+
+def test_drafts_without_a_model_that_pay_are_kept(monkeypatch):
+    """A text that repeats itself, and rows that cost nothing."""
+    monkeypatch.setattr("specbeam.recipes.depth._curve", lambda lm, role: CostCurve((1, 100), (1.0, 1.01)))
+    lm = TableLM(lambda path: [1.0 if token == (len(path) + 2) % 7 else 1e-9 for token in range(8)])
+    method = sb.speculative_beam_search(1, drafter="prompt_lookup")
+    session = session_of(method, None, steps=60)
+    run(session, lm)
+    assert session.count.target_passes <= 60 / 3

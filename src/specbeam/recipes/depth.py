@@ -35,6 +35,8 @@ LAYERS_AT_ONCE = 3  # number of layers that share the cheap rows of a pass
 MOST_PER_BEAM = 4  # maximum number of drafts per layer and beam
 MEASURED = (HuggingFaceLM, ExitLM, SkippingLM)  # draft models with a key for figures on disk
 DEAR = 0.25  # share of the bytes of a target's pass; a draft model that reads more is expensive
+MOST_OF_TREES = 4  # largest depth of trees without a draft model
+EXPLORE_TREES = 16  # turns between two trials of trees that do not pay: with many beams, a trial is expensive
 FREE = CostCurve((1,), (0.0,))  # cost of drafts without a draft model
 # Time of a pass by number of rows, relative to a single row: about the measured values for 1 B parameters in 16 and 8 bits,
 # and for 97 M in 4 bits after passes of a draft model (measurements/engines.md).
@@ -60,15 +62,13 @@ def depth_control(
 ) -> Controller:
     """Return the controller of drafts of `width` nodes per layer, made by `drafter` and judged by `rule`.
 
-    With depth="auto" but without a draft model the depth is 4.
-
     Args:
+        draft: the draft model; None only for a fixed depth, see `depth_of_trees`.
         may_widen: whether layers may have more nodes where rows are cheap.
     """
     if depth != "auto":
         return FixedShape(depth, width)
-    if draft is None:
-        return FixedShape(4, width)
+    assert draft is not None
     host = _host_cost(target, draft, width, drafter, rule)
     text_depends_on_depth = isinstance(rule, BeamRule) and (rule.tries or not ignores_drafts(rule.width))
     curves = _target_curve(target, draft), _curve(draft, "draft")
@@ -79,6 +79,20 @@ def depth_control(
         paces = paces_of(target, draft)
         return NodesByNeed(*curves, beams, width, host=host, memory=_memory_of(target, draft), paces=paces)
     return DepthByCost(*curves, beams, (width,), host=host, alone=text_depends_on_depth)
+
+
+def depth_of_trees(target: LM | None, drafter: Drafter, beams: int, width: int) -> DepthByCost:
+    """Return the controller that chooses the depth of a chain or tree under each beam by the measured costs of passes.
+
+    Rows of drafts are not free even if the drafts are: ten beams with four drafts each are a pass of 50 rows instead of 10.
+
+    Args:
+        drafter: its first draft model has the costs of a layer; without one, drafts cost nothing.
+        width: number of draft nodes per layer, of all beams.
+    """
+    models = getattr(drafter, "models", ())
+    draft = _curve(models[0], "draft") if models else FREE
+    return DepthByCost(_curve(target, "target"), draft, beams, (width,), MOST_OF_TREES, explore=EXPLORE_TREES)
 
 
 def depth_by_cost(

@@ -13,10 +13,11 @@ from specbeam.core.errors import BadSetting, one_of
 from specbeam.core.lm import LM
 from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part
 from specbeam.core.verify.search import SearchRule
-from specbeam.recipes.depth import Depth, check_depth, depth_control
+from specbeam.recipes.depth import Depth, check_depth, depth_control, depth_of_trees
 from specbeam.recipes.method import Build, Method, recipe, refuse_ignored, require_at_least_one
 
 DrafterName = Literal["model", "prompt_lookup", "suffix_match", "token_recycling", "items"]
+_CHAINS = ("prompt_lookup", "suffix_match")  # drafters of a single continuation of each beam
 LAW = "exact: beam search; the beams and scores of transformers in float32"
 
 
@@ -65,7 +66,8 @@ def speculative_beam_search(
         beams: number of live beams per step.
         draft_beams: number of draft nodes per layer, at least `beams`. A few more let more layers pass. None: `beams` + 2.
         depth: number of draft layers per pass of the target. "auto": maximises the expected gain per second on this
-            machine, by the measured cost of a pass and by how often layers pass; 4 without a draft model.
+            machine, by the measured cost of a pass and by how often layers pass; at most 4 without a draft model. Drafts
+            that do not pay are left out, and are tried again every 16 turns.
         drafter: "model": drafts beams with the draft model. "prompt_lookup", "suffix_match", "token_recycling": draft a
             chain or a tree under each beam, without a draft model. "items": drafts the next levels of a catalogue. Or the
             drafter of another recipe, which drafts a tree under each beam:
@@ -86,8 +88,7 @@ def checked_draft_beams(beams: int, draft_beams: int | None, drafter: "DrafterNa
 
     Raises `BadSetting` if the drafter ignores the number, or if it is too small for any layer to pass.
     """
-    drafts_chains = drafter in ("prompt_lookup", "suffix_match", "items")
-    refuse_ignored(not drafts_chains, f"drafter {drafter!r}", draft_beams=draft_beams)
+    refuse_ignored(drafter not in (*_CHAINS, "items"), f"drafter {drafter!r}", draft_beams=draft_beams)
     if draft_beams is None:
         return beams + 2
     require_at_least_one(draft_beams=draft_beams)
@@ -120,10 +121,16 @@ def build_of_search(
     make_drafter = _drafter_maker(drafter, beams, draft_beams, 4 if depth == "auto" else depth)
     by_model = partial(BeamDrafter, beams=beams, search=True)
 
+    nodes_per_layer = beams if drafter in _CHAINS else draft_beams
+
     def build(target: LM | None, draft: LM | None) -> Parts:
-        drafting_model = draft if drafter == "model" else None
-        control = depth_control(depth, beams, draft_beams, target, drafting_model, by_model, judge)
-        return Parts(make_drafter(target, draft), judge, control, law)
+        made = make_drafter(target, draft)
+        control: Controller
+        if depth == "auto" and drafter != "model":
+            control = depth_of_trees(target, made, beams, nodes_per_layer)
+        else:
+            control = depth_control(depth, beams, draft_beams, target, draft, by_model, judge)
+        return Parts(made, judge, control, law)
 
     return build
 
