@@ -4,7 +4,7 @@ A weight is exactly number * scale + offset. A scale is a float16 times an integ
 float16 times an integer of 8 bits, for 32 weights. All block types in `BLOCKS` have this form. The layouts of blocks are
 those of ggml, `ggml-common.h` and `ggml-quants.c` of llama.cpp.
 
-`BlockMatrix` locates a matrix in a file and reads it; `Blocks` holds its numbers.
+`BlockMatrix` locates a matrix in a file and reads it; `BlockNumbers` holds its numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ _OF_HALF = np.uint32(0xFFFF)
 _Bytes = UInt8[np.ndarray, "blocks bytes"]
 
 
-class Blocks(NamedTuple):
+class BlockNumbers(NamedTuple):
     """The numbers of a matrix in blocks.
 
     Attributes:
@@ -37,13 +37,13 @@ class Blocks(NamedTuple):
     offsets: UInt32[np.ndarray, "columns groups"]
     bits: int
 
-    def columns(self, first: int, stop: int) -> "Blocks":
+    def columns(self, first: int, stop: int) -> "BlockNumbers":
         """Return the columns `first` to `stop` (exclusive), as views."""
-        return Blocks(self.numbers[first:stop], self.scales[first:stop], self.offsets[first:stop], self.bits)
+        return BlockNumbers(self.numbers[first:stop], self.scales[first:stop], self.offsets[first:stop], self.bits)
 
-    def in_order(self, order: Int64[np.ndarray, " columns"]) -> "Blocks":
+    def in_order(self, order: Int64[np.ndarray, " columns"]) -> "BlockNumbers":
         """Return the columns in another order, as a copy."""
-        return Blocks(self.numbers[order], self.scales[order], self.offsets[order], self.bits)
+        return BlockNumbers(self.numbers[order], self.scales[order], self.offsets[order], self.bits)
 
     def weights(self) -> Float32[np.ndarray, "columns depth"]:
         """Return the weights: products are exact in float32, and the sum is rounded once."""
@@ -67,10 +67,10 @@ def _byte(words: UInt32[np.ndarray, "columns groups"], place: int) -> Float32[np
     return (words >> np.uint32(8 * place)).astype(np.uint8).view(np.int8).astype(np.float32)
 
 
-def joined_blocks(matrices: Sequence[Blocks]) -> Blocks:
+def joined_blocks(matrices: Sequence[BlockNumbers]) -> BlockNumbers:
     """Return matrices of equal depth, concatenated along their columns."""
     whole = [np.concatenate(parts) for parts in zip(*(one[:3] for one in matrices), strict=True)]
-    return Blocks(whole[0], whole[1], whole[2], max(one.bits for one in matrices))
+    return BlockNumbers(whole[0], whole[1], whole[2], max(one.bits for one in matrices))
 
 
 class BlockType(NamedTuple):
@@ -81,7 +81,7 @@ class BlockType(NamedTuple):
         weights: number of weights in a block.
         bytes: size of a block.
         bits: of the numbers: 4 or 8.
-        split: returns numbers, scales and offsets of blocks; see `Blocks`.
+        split: returns numbers, scales and offsets of blocks; see `BlockNumbers`.
     """
 
     name: str
@@ -146,7 +146,9 @@ def _split_q8_0(blocks: _Bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _of_six_bits(packed: _Bytes) -> tuple[np.ndarray, np.ndarray]:
     """Return the eight scales and the eight minima of 6 bits in 12 bytes."""
-    low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    low = packed[:, 0:4]
+    middle = packed[:, 4:8]
+    high = packed[:, 8:12]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], 1)
     minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 6) << 4], 1)
     return scales, minima
@@ -231,7 +233,7 @@ class BlockMatrix:
         now = np.array(self.order or range(len(self)))
         return replace(self, order=tuple(now[list(order)].tolist()))
 
-    def read(self) -> Blocks:
+    def read(self) -> BlockNumbers:
         """Read the matrix from its file."""
         kind = BLOCKS[self.type]
         columns, depth = self.shape
@@ -244,19 +246,8 @@ class BlockMatrix:
         for first in range(0, columns, each):
             some = np.asarray(stored[first : first + each])
             parts = kind.split(some.reshape(-1, kind.bytes))
-            for whole, part in zip((numbers, scales, offsets), parts, strict=True):
+            wholes: tuple[np.ndarray, ...] = (numbers, scales, offsets)
+            for whole, part in zip(wholes, parts, strict=True):
                 whole[first : first + each] = part.reshape(len(some), -1)
-        found = Blocks(numbers, scales, offsets, kind.bits)
+        found = BlockNumbers(numbers, scales, offsets, kind.bits)
         return found.in_order(np.array(self.order)) if self.order else found
-
-    def rows(self, tokens: Int64[np.ndarray, " n"]) -> Float32[np.ndarray, "n depth"]:
-        """Read the weights of some columns, such as embeddings of tokens."""
-        kind = BLOCKS[self.type]
-        columns, depth = self.shape
-        row = depth // kind.weights * kind.bytes
-        stored = np.memmap(self.path, dtype=np.uint8, mode="r", offset=self.start, shape=(columns, row))
-        some = np.ascontiguousarray(stored[np.array(self.order)[tokens] if self.order else tokens])
-        numbers, scales, offsets = kind.split(some.reshape(-1, kind.bytes))
-        counts = len(tokens), -1
-        found = Blocks(numbers.reshape(counts), scales.reshape(counts), offsets.reshape(counts), kind.bits)
-        return found.weights()

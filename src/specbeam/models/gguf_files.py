@@ -295,7 +295,7 @@ def read_gguf(
     kept = _load(model, file, names, of, kind)
     kept.why = why
     _finish(model, file, kept.note(kind))
-    return model.to(device)  # type: ignore[arg-type]
+    return model.to(device)
 
 
 def _architecture_of(file: GgufFile) -> _Architecture:
@@ -528,11 +528,9 @@ def _load(model: Any, file: GgufFile, names: dict[str, str], of: _Architecture, 
         state[theirs] = in_order.to(words)
     model.load_state_dict(state, strict=False, assign=True)
     embedding = model.get_input_embeddings().weight
-    if "lm_head" in packed:
-        head = packed["lm_head"]
-        head.tied = (embedding,) if head.matrix.name == _EMBEDDING else (None,)
-        if head.matrix.name == _EMBEDDING:
-            kept.as_stored[file.tensors[_EMBEDDING].type_name] += 1
+    if _HEAD not in file.tensors and "lm_head" in packed:
+        packed["lm_head"].tied = (embedding,)
+        kept.as_stored[file.tensors[_EMBEDDING].type_name] += 1
     elif _HEAD not in file.tensors:
         model.lm_head.weight = embedding
     return kept

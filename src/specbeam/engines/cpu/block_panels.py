@@ -1,18 +1,20 @@
-"""Panels of small integers in blocks, which represent the exact float32 weights of GGUF files; see `Blocks`.
+"""Panels of small integers in blocks, which represent the exact float32 weights of GGUF files; see `BlockNumbers`.
 
 Rows are not rounded: while a panel is read, each number becomes number * scale + offset in a register, with one rounding,
-which is the one of `Blocks.weights`. So products are bit-identical to those of float32 panels. A weight takes 6 bits, or 10
-bits for numbers of 8 bits.
+which is the one of `BlockNumbers.weights`. So products are bit-identical to those of float32 panels. A weight takes 6 bits,
+or 10 bits for numbers of 8 bits.
 
 A panel is a sequence of groups of `GROUP` steps of depth. A group has 4 or 8 words of numbers for each column, the earliest
-step in the lowest bits; then a word of `Blocks.scales` and a word of `Blocks.offsets`.
+step in the lowest bits; then a word of `BlockNumbers.scales` and a word of `BlockNumbers.offsets`.
 """
+
+from typing import Any
 
 import numpy as np
 
 from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.engines.arrays import Dense, Panels
-from specbeam.engines.blocks import GROUP, HALF_GROUP, Blocks
+from specbeam.engines.blocks import GROUP, HALF_GROUP, BlockNumbers
 from specbeam.engines.cpu.embedding import widen_halves
 from specbeam.engines.cpu.sums import WIDTH
 
@@ -20,7 +22,7 @@ _FACTORS = 2  # words of a group and column after its numbers
 _BITS_PER_WORD = 32
 
 
-def write_blocks(panels: Panels, matrix: Blocks, bits: int) -> None:
+def write_blocks(panels: Panels, matrix: BlockNumbers, bits: int) -> None:
     """Write the panels of a matrix, int32, padded with columns of zeros to a multiple of `WIDTH`.
 
     Args:
@@ -40,7 +42,7 @@ def write_blocks(panels: Panels, matrix: Blocks, bits: int) -> None:
         goal[panel, :, words + 1, :here] = part.offsets.T.view(np.int32)
 
 
-def rounded_blocks(matrix: Dense, bits: int) -> Blocks:
+def rounded_blocks(matrix: Dense, bits: int) -> BlockNumbers:
     """Return a matrix rounded to numbers of 8 bits with a scale for each group, or of 4 bits with a scale and an offset.
 
     The depth must be a multiple of `GROUP`.
@@ -50,24 +52,27 @@ def rounded_blocks(matrix: Dense, bits: int) -> Blocks:
     offsets = np.zeros(groups.shape[:2], dtype=np.float16)
     if bits == 8:
         scales = (np.abs(groups).max(2) / 127).astype(np.float16)
-        lowest, highest = -127, 127
+        lowest = -127
+        highest = 127
     else:
         offsets = groups.min(2).astype(np.float16)
         scales = ((groups.max(2) - offsets) / 15).astype(np.float16)
-        lowest, highest = 0, 15
+        lowest = 0
+        highest = 15
     divisors = np.where(scales == 0, np.float32(1), scales)
     steps = (groups - offsets[..., None].astype(np.float32)) / divisors[..., None]
     numbers = np.clip(np.rint(steps), lowest, highest).astype(np.int8).reshape(columns, depth)
     ones = np.uint32(1 << 16)
     both = scales.view(np.uint16).astype(np.uint32) | ones | ones << np.uint32(8)
-    return Blocks(numbers, both, offsets.view(np.uint16).astype(np.uint32) | ones, bits)
+    return BlockNumbers(numbers, both, offsets.view(np.uint16).astype(np.uint32) | ones, bits)
 
 
 def _in_words(numbers: np.ndarray, bits: int) -> np.ndarray:
     """Return numbers, int8[columns, depth], packed in words of this many bits each, int32[columns, words]."""
     if bits == 4:
-        low, high = numbers[:, 0::2].view(np.uint8), numbers[:, 1::2].view(np.uint8)
-        numbers = low | high << np.uint8(4)
+        even = numbers[:, 0::2].view(np.uint8)
+        odd = numbers[:, 1::2].view(np.uint8)
+        numbers = even | odd << np.uint8(4)
     return np.ascontiguousarray(numbers).view(np.int32)
 
 
@@ -114,6 +119,6 @@ def _write_factors(words: Array, halves: Array, out: Array) -> None:
 
 
 @compiled
-def _byte(word: int, place: int) -> float:
+def _byte(word: int, place: int) -> Any:
     """Return a signed byte of a word; byte 0 is the lowest."""
     return np.float32(np.int8((word >> np.uint32(8 * place)) & np.uint32(255)))

@@ -23,7 +23,7 @@ from specbeam.core.compiling.compiler import Array, address_of, borrowed
 from specbeam.core.ranked import WHOLE
 from specbeam.engines import families
 from specbeam.engines.arrays import Integers, LogitRows, Panels, States, Tapped, Vector, WindowSizes
-from specbeam.engines.blocks import BlockMatrix, Blocks, joined_blocks
+from specbeam.engines.blocks import BlockMatrix, BlockNumbers, joined_blocks
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.block_panels import write_blocks
 from specbeam.engines.cpu.cache import CpuCache
@@ -606,14 +606,14 @@ def panels_of(
     return panels
 
 
-def _joined_stored(parts: Sequence[Any]) -> Grouped | Blocks:
+def _joined_stored(parts: Sequence[Any]) -> Grouped | BlockNumbers:
     """Read matrices of one kind, and return them concatenated along their columns."""
     if isinstance(parts[0], PackedMatrix):
         return joined([part.read() for part in parts])
     return joined_blocks([part.read() for part in parts])
 
 
-def _write_stored(panels: Panels, matrix: Grouped | Blocks, columns: int, depth: int, kind: Kind) -> None:
+def _write_stored(panels: Panels, matrix: Grouped | BlockNumbers, columns: int, depth: int, kind: Kind) -> None:
     """Write a matrix of small integers to panels of a kind that represents it exactly, or rounded again.
 
     Args:
@@ -621,15 +621,15 @@ def _write_stored(panels: Panels, matrix: Grouped | Blocks, columns: int, depth:
     """
     words = panels.view(np.int32)
     if kind == "nibbles":
-        write_nibbles(words, as_grouped(matrix) if isinstance(matrix, Blocks) else matrix)
+        write_nibbles(words, as_grouped(matrix) if isinstance(matrix, BlockNumbers) else matrix)
     elif kind in BLOCK_KINDS:
-        assert isinstance(matrix, Blocks)
+        assert isinstance(matrix, BlockNumbers)
         write_blocks(words, matrix, 4 if kind == _FOUR else 8)
     else:
         write_panels(panels, partial(_weights_of_columns, matrix), columns, depth, kind)
 
 
-def _weights_of_columns(matrix: Grouped | Blocks, first: int, stop: int) -> Float32[np.ndarray, "some depth"]:
+def _weights_of_columns(matrix: Grouped | BlockNumbers, first: int, stop: int) -> Float32[np.ndarray, "some depth"]:
     return matrix.columns(first, stop).weights()
 
 

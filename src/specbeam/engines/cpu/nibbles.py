@@ -12,7 +12,7 @@ from jaxtyping import Float32
 
 from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.engines.arrays import Dense, Panels
-from specbeam.engines.blocks import Blocks
+from specbeam.engines.blocks import BlockNumbers
 from specbeam.engines.cpu.rounding import GROUP, LOWEST, OF_SCALE, OF_ZERO, rounded_groups
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.packed import PER_WORD, Grouped, packed_in_words
@@ -33,7 +33,7 @@ def rounded_nibbles(matrix: Dense) -> Grouped:
     return Grouped(packed_in_words(np.ascontiguousarray(whole.T)), np.ascontiguousarray(scales.T), zeros)
 
 
-def as_grouped(matrix: Blocks) -> Grouped:
+def as_grouped(matrix: BlockNumbers) -> Grouped:
     """Return a matrix whose blocks have a scale and a zero point of 8, as Q4_0's; see `BlockMatrix.is_symmetric`."""
     scales = np.ascontiguousarray(matrix.scales.T).astype(np.uint16).view(np.float16).astype(np.float32)
     zeros = np.full(scales.shape, -LOWEST, dtype=np.uint8)

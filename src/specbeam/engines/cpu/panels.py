@@ -80,7 +80,7 @@ Kind = Literal[
     "blocks of 4 bits",
     "blocks of 8 bits",
 ]
-BLOCK_KINDS: tuple[Kind, ...] = ("blocks of 4 bits", "blocks of 8 bits")  # their matrices are `Blocks`
+BLOCK_KINDS: tuple[Kind, ...] = ("blocks of 4 bits", "blocks of 8 bits")  # their matrices are `BlockNumbers`
 Array = Any  # numba infers the types
 
 
@@ -617,8 +617,8 @@ def _lay_out(panels: Panels, matrix: Shaped[np.ndarray, "columns depth"], kind: 
         write_nibbles(panels, rounded_nibbles(matrix))
         return
     if kind in BLOCK_KINDS:
-        bits = 4 if kind == "blocks of 4 bits" else 8
-        write_blocks(panels, rounded_blocks(matrix, bits), bits)
+        size = 4 if kind == "blocks of 4 bits" else 8
+        write_blocks(panels, rounded_blocks(matrix, size), size)
         return
     if kind == "float16":
         _lay_out_halves(panels, matrix if matrix.dtype == np.uint16 else matrix.astype(np.float16).view(np.uint16))

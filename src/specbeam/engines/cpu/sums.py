@@ -224,7 +224,7 @@ class _LoopOfWeights(_Loop):
 
 
 class _LoopOfBlocks(_Loop):
-    """A `_Loop` for panels of small integers in blocks, which represent exact float32 weights; see `Blocks`.
+    """A `_Loop` for panels of small integers in blocks, which represent exact float32 weights; see `BlockNumbers`.
 
     A round takes half a group, which shares a scale. After the words with numbers of a group come a word with its scales
     and a word with its offset; see `block_panels`. A weight is number * scale + offset, in one operation that rounds once.
