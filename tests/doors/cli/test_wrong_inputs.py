@@ -30,6 +30,7 @@ READING = {
     "bench acceptance": ["bench", "acceptance", "-f", "FILE"],
     "bench specbench": ["bench", "specbench", "FILE"],
     "bench methods": ["bench", "methods", "-f", "FILE"],
+    "bench paper": ["bench", "paper", "dsbd", "--squad", "FILE"],
     "bench speed": ["bench", "speed", "-f", "FILE"],
     "bench serve": ["bench", "serve", "http://127.0.0.1:9", "-f", "FILE"],
     "train draft": ["train", "draft", "-o", "new", "-f", "FILE"],
@@ -45,6 +46,7 @@ WRITING = {
     "inspect": ["inspect", "x", "--svg", "OUT"],
     "bench efficiency": ["bench", "efficiency", "--plot", "OUT.png"],
     "bench methods": ["bench", "methods", "--plot", "OUT.png"],
+    "bench paper": ["bench", "paper", "dsbd", "--plot", "OUT.png"],
     "bench speed": ["bench", "speed", "--plot", "OUT.png"],
     "bench passes": ["bench", "passes", "--plot", "OUT.png"],
     "evaluate theory": ["evaluate", "theory", "--plot", "OUT.png"],
@@ -53,6 +55,7 @@ WRITING = {
 }
 FOLDERS = {
     "bench specbench": ["bench", "specbench", "good.jsonl", "--answers", "FOLDER"],
+    "bench paper": ["bench", "paper", "dsbd", "--out", "FOLDER"],
     "train draft": ["train", "draft", "-f", "good.jsonl", "-o", "FOLDER"],
     "train eagle3": ["train", "eagle3", "-f", "good.jsonl", "-o", "FOLDER"],
     "train hmt": ["train", "hmt", "-f", "good.jsonl", "-o", "FOLDER"],

@@ -15,6 +15,7 @@ from specbeam.doors.cli import (
     bench_cliffs,
     bench_host,
     bench_methods,
+    bench_paper,
     bench_passes,
     bench_serve,
     bench_specbench,
@@ -126,6 +127,7 @@ add_command(measures, efficiency)
 add_command(measures, acceptance)
 add_command(measures, bench_specbench.specbench)
 add_command(measures, bench_methods.methods)
+add_command(measures, bench_paper.paper)
 add_command(measures, bench_host.host)
 add_command(measures, bench_speed.speed)
 add_command(measures, bench_cliffs.cliffs)

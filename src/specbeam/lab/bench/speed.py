@@ -21,7 +21,7 @@ from specbeam import Pair
 from specbeam.core import RowCounts
 from specbeam.doors import EnergyMeter, Prompt, PromptRow
 from specbeam.lab.bench.outcome import Contender, Outcome
-from specbeam.lab.evaluate.perplexity import log_likelihoods
+from specbeam.lab.evaluate.perplexity import exp, log_likelihoods
 from specbeam.lab.evaluate.task import bleu, exact_match
 
 T = TypeVar("T")
@@ -53,6 +53,7 @@ class SpeedLine:
         passes_per_token: target passes per token; None if the contender does not report them.
         mean_width: mean number of live beams over prompts; None if the contender does not report it.
         logp_per_token: log-likelihood of the answers under the target's raw law, in nats per token.
+        perplexity: exp of minus that.
         quality: BLEU and exact match by these names; empty without references.
         peak_kv_tokens: most tokens stored at once for a prompt; None if the contender does not report it.
         rows_per_token: rows that the target's passes computed, without prompt rows; None if they are not reported.
@@ -73,6 +74,7 @@ class SpeedLine:
     passes_per_token: float | None
     mean_width: float | None
     logp_per_token: float
+    perplexity: float
     quality: dict[str, float]
     peak_kv_tokens: int | None
     rows_per_token: float | None
@@ -153,8 +155,7 @@ def speed(
     memory: list[float | None] = []
     for contender in contenders:
         work = partial(_run_batches, contender, prompts, batches[:4])
-        device = pair.target_model.device
-        memory.append(_gpu_memory_of(work, device) if device.type == "cuda" else _memory_of(work))
+        memory.append(memory_of(work, pair.target_model.device))
     measurements = interleaved(contenders, prompts, batches, repeats, on_progress)
     for measured, memory_mb in zip(measurements, memory, strict=True):
         measured.memory_mb = memory_mb
@@ -238,6 +239,7 @@ def _line(
     prompts: list[list[int]] = []
     if tokenizer is not None:
         prompts = [list(tokenizer(rows[place].prompt)["input_ids"]) for place in measured.prompts]
+    logp_per_token = sum(log_likelihoods(pair, prompts, answers)) / total
     return SpeedLine(
         name=name,
         batch_size=batch_size,
@@ -247,7 +249,8 @@ def _line(
         joules_per_token=sum(joules) / total if len(joules) == len(measured.joules) else None,
         passes_per_token=sum(passes) / total if len(passes) == len(measured.outcomes) else None,
         mean_width=statistics.fmean(widths) if widths else None,
-        logp_per_token=sum(log_likelihoods(pair, prompts, answers)) / total,
+        logp_per_token=logp_per_token,
+        perplexity=exp(-logp_per_token),
         quality=_quality(pair, answers, [rows[place].answer for place in measured.prompts]),
         peak_kv_tokens=max(peaks, default=None),
         rows_per_token=None if counts is None else counts.scored / total,
@@ -266,6 +269,11 @@ def _quality(pair: Pair, answers: list[list[int]], references: list[str | None])
         return {}
     texts = [pair.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
     return {"BLEU": bleu(texts, known), "exact match": exact_match(texts, known)}
+
+
+def memory_of(work: Callable[[], object], device: torch.device) -> float | None:
+    """Do the work; return the peak memory of a device during it, minus the memory before, in MB; None if unreadable."""
+    return _gpu_memory_of(work, device) if device.type == "cuda" else _memory_of(work)
 
 
 def _gpu_memory_of(work: Callable[[], object], device: torch.device) -> float:

@@ -25,7 +25,7 @@ def as_markdown(lines: Sequence[SpeedLine]) -> str:
     heads = [
         f"{lines[0].batch_size} at once", "tokens/s", "ratio", "ms per token", *joules_head,
         "target passes per token", "rows per token", "rows saved per token", "lazy layers", "layers without a pass",
-        "mean width", "log p per token", *metrics, "peak KV tokens", "memory, MB",
+        "mean width", "perplexity", *metrics, "peak KV tokens", "memory, MB",
     ]  # fmt: skip
     rows = []
     for line in lines:
@@ -35,7 +35,7 @@ def as_markdown(lines: Sequence[SpeedLine]) -> str:
             line.name, spread_text(line.tokens_per_second, 1), spread_text(line.ratio, 2), f"{line.ms_per_token:.2f}",
             *joules, _number(line.passes_per_token, 2),
             _number(line.rows_per_token, 2), _number(line.saved_rows_per_token, 2), _share(line.lazy_layers),
-            _share(line.free_layers), _number(line.mean_width, 1), f"{line.logp_per_token:.2f}", *quality,
+            _share(line.free_layers), _number(line.mean_width, 1), f"{line.perplexity:.2f}", *quality,
             _number(line.peak_kv_tokens, 0), _number(line.memory_mb, 0),
         ]  # fmt: skip
         rows.append(cells)

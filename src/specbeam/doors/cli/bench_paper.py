@@ -1,0 +1,170 @@
+"""The command `specbeam bench paper`: the experiments of the papers on any pair."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specbeam.doors.cli.common import complain, in_one_line, print_records, quiet_load
+from specbeam.doors.cli.options import (
+    Json,
+    PairArguments,
+    Plot,
+    Seed,
+    SpacedRows,
+    Threads,
+    files_to_read,
+    folder_to_write,
+)
+from specbeam.doors.options.table import warper_names
+from specbeam.doors.places import write_output
+from specbeam.errors import BadSetting, one_of
+
+if TYPE_CHECKING:
+    from specbeam.lab.bench.paper_tasks import PaperTask
+    from specbeam.lab.bench.papers import AnswerLog, PaperContender
+
+
+class PaperArguments(PairArguments):
+    """Arguments of the command."""
+
+    paper: Annotated[str, typer.Argument(help="Whose experiment: dsbd, mtad or rsd.")]
+    squad: Annotated[
+        list[Path],
+        files_to_read("SQuAD's development questions: dev-v1.1.json, or lines with id, context, question and answers."),
+    ] = []
+    spider: Annotated[
+        list[Path],
+        files_to_read(
+            "Spider's development questions, dev.json, or lines with db_id, question and query. They need --tables and "
+            "--databases."
+        ),
+    ] = []
+    tables: Annotated[list[Path], files_to_read("Spider's schemas, tables.json.")] = []
+    databases: Annotated[
+        Path | None, typer.Option(help="Folder of Spider's databases: NAME.sqlite or NAME/NAME.sqlite.")
+    ] = None
+    mt_bench: Annotated[list[Path], files_to_read("MT-bench's question.jsonl.", "--mt-bench")] = []
+    width: Annotated[list[int], typer.Option(min=1, help="Number of beams. May be given several times.")] = []
+    threshold: Annotated[
+        list[float],
+        typer.Option(help="Threshold of dynamic widths, or of MTAD's acceptance. May be given several times."),
+    ] = []
+    depth: Annotated[
+        list[int], typer.Option(min=1, help="Number of draft layers per pass. May be given several times.")
+    ] = []
+    law: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Temperature or truncation of all contenders, such as --law temperature=0.7; replaces the authors'. May be "
+            "given several times.",
+        ),
+    ] = []
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Number of new tokens; by default the authors' 100 or 128.")
+    ] = None
+    rows: SpacedRows = 100
+    seed: Seed = 0
+    threads: Threads = None
+    out: Annotated[
+        Path | None,
+        folder_to_write(
+            "Also write all answers to this folder, and MT-bench's as its judge reads them. An interrupted run goes on from "
+            "there."
+        ),
+    ] = None
+    plot: Plot = None
+    json: Json = False
+
+
+def paper(given: PaperArguments) -> int:
+    """Rerun a paper's experiment on a pair: quality against speed, energy, memory and perplexity, by width."""
+    from specbeam.doors.cli.screen import progress_bar
+    from specbeam.lab.bench.paper_report import as_markdown, plot
+    from specbeam.lab.bench.papers import PAPERS, AnswerLog, PaperGrid, contenders_of, lines_of_paper, run_paper
+    from specbeam.lab.bench.provenance import provenance
+
+    one_of("PAPER", given.paper, PAPERS)
+    grid = PaperGrid(
+        tuple(given.width) or None,
+        tuple(given.threshold) or None,
+        tuple(given.depth) or None,
+        _law(given.law),
+        given.max_new_tokens,
+        given.seed,
+    ).of(given.paper)
+    tasks = [task.first(given.rows) for task in _tasks(given)]
+    contenders = contenders_of(given.paper, grid)
+    settings = {"paper": given.paper, "model": given.model, "draft": given.draft} | dataclasses.asdict(grid)
+    settings |= {"questions": {task.name: len(task.questions) for task in tasks}, "engine": given.engine}
+    log = AnswerLog.of(given.out, settings)
+    pair = quiet_load(**given.pair)
+    if pair.draft is None:
+        raise BadSetting("the papers' methods need a draft model; give one with --draft")
+    with progress_bar() as progress:
+        bar = progress.add_task(given.paper, total=sum(len(task.questions) for task in tasks))
+        run_paper(pair, tasks, contenders, grid, log, lambda: progress.advance(bar))
+    lines = lines_of_paper(tasks, contenders, log)
+    origin = provenance() | {"model": given.model, "draft": given.draft or ""}
+    if given.json:
+        print_records(lines, provenance=origin)
+    else:
+        print(as_markdown(lines))
+        print("\n95 % intervals by bootstrap over questions; one question at a time. ", end="")
+        print(in_one_line(origin))
+    for task in tasks:
+        count, why = task.left_out
+        if count:
+            complain(f"note: {count} questions of {task.name} are left out, as {why}")
+    _write_for_judge(given.out, tasks, contenders, log)
+    if given.plot is not None:
+        plot(lines, given.plot)
+    return 0
+
+
+def _law(given: list[str]) -> dict[str, float]:
+    """Return the numbers of --law by name. Raises `BadSetting` for other names and values."""
+    found: dict[str, float] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        one_of("--law", name, warper_names())
+        try:
+            found[name] = int(value) if value.isdigit() else float(value)
+        except ValueError:
+            raise BadSetting(f"--law {text}: {value!r} is no number") from None
+    return found
+
+
+def _tasks(given: PaperArguments) -> "list[PaperTask]":
+    """Return the tasks of the command line. Raises `BadSetting` if there is none, or if a file is missing."""
+    from specbeam.lab.bench.paper_tasks import mt_bench_task, spider_task, squad_task
+
+    for name in ("squad", "spider", "tables", "mt_bench"):
+        if len(getattr(given, name)) > 1:
+            raise BadSetting(f"--{name.replace('_', '-')} is given twice; give one file")
+    found = [squad_task(path) for path in given.squad]
+    for path in given.spider:
+        if not given.tables or given.databases is None:
+            raise BadSetting("--spider needs Spider's schemas and databases: give --tables and --databases")
+        found.append(spider_task(path, given.tables[0], given.databases))
+    found += [mt_bench_task(path) for path in given.mt_bench]
+    if not found:
+        raise BadSetting("there is no task; give --squad, --spider or --mt-bench, with the files of these data sets")
+    return found
+
+
+def _write_for_judge(
+    out: Path | None, tasks: "list[PaperTask]", contenders: "list[PaperContender]", log: "AnswerLog"
+) -> None:
+    """Write a file per contender with the answers that another program judges."""
+    from specbeam.lab.bench.papers import answers_for_judge
+
+    for task in tasks:
+        if out is None or task.judge is not None:
+            continue
+        for contender in contenders:
+            name = re.sub(r"[^\w.]+", "_", contender.name).strip("_")
+            write_output(out / f"{name}.jsonl", answers_for_judge(task, contender, log))
