@@ -21,6 +21,7 @@ from specbeam.core.forest import Forest
 from specbeam.engines.cpu import decoder, shares, sums, team, tiles
 from specbeam.engines.cpu import layers as loops
 from specbeam.engines.cpu import panels as panels_module
+from specbeam.engines.cpu.block_panels import rounded_blocks
 from specbeam.engines.cpu.panels import fits_bfloat16, in_panels, multiply
 from specbeam.engines.cpu.rounding import GROUP, rounded_groups
 from specbeam.engines.cpu.sums import WIDTH
@@ -29,7 +30,11 @@ from tests.models.test_compiled_forward import scored
 from tests.support.rounding import in_bfloat16, rounded
 from tests.support.tiny_models import tiny
 
-KINDS = ["float32", "bfloat16", "float16", "int8", "int4", "nibbles"] + ["tiles", "int8 tiles"] * tiles.available()
+BLOCKS = {"blocks of 4 bits": 4, "blocks of 8 bits": 8}
+KINDS = ["float32", "bfloat16", "float16", "int8", "int4", "nibbles", *BLOCKS] + [
+    "tiles",
+    "int8 tiles",
+] * tiles.available()
 needs_tiles = pytest.mark.skipif(not tiles.available(), reason="the processor has no tile registers")
 
 
@@ -44,7 +49,7 @@ def product(x, panels, threads=1):
 @pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 16, 17, 30, 32, 48, 250])
 def test_products_are_those_of_numpy(rows, columns, depth, kind):
     rng = np.random.default_rng(rows)
-    depth = -(-depth // GROUP) * GROUP if kind in ("int4", "nibbles") else depth
+    depth = -(-depth // GROUP) * GROUP if kind in ("int4", "nibbles", *BLOCKS) else depth
     matrix = in_bfloat16(rng.standard_normal((columns, depth)))
     assert fits_bfloat16(matrix)
     x = rng.standard_normal((rows, depth)).astype(np.float32)
@@ -71,8 +76,12 @@ def test_products_are_those_of_numpy(rows, columns, depth, kind):
     if kind == "nibbles":
         numbers, scales = rounded_groups(matrix)
         matrix = (numbers.reshape(*scales.shape, GROUP) * scales[..., None]).reshape(matrix.shape)
+    if kind in BLOCKS:
+        near = rounded_blocks(matrix, BLOCKS[kind]).weights()
+        assert np.abs(near - matrix).max() <= 1.2 * np.abs(matrix).max() / 2 ** BLOCKS[kind]
+        matrix = near
     found = product(x, in_panels(given, kind))
-    if kind == "nibbles":  # rows are not rounded, and weights are exact
+    if kind == "nibbles" or kind in BLOCKS:  # rows are not rounded, and weights are exact
         assert (found == product(x, in_panels(matrix, "float32"))).all()
     expected = expected.astype(float) @ matrix.T.astype(float)
     np.testing.assert_allclose(found[:, :columns], expected, atol=2e-5 * depth**0.5)
@@ -140,7 +149,7 @@ def test_threads_change_nothing(kind, monkeypatch):
     """Three threads, more than this machine may have processors, over and over: shares are never lost nor done twice."""
     monkeypatch.setattr(team, "allowed_threads", lambda: 3)
     rng = np.random.default_rng(0)
-    columns = 8000 if kind == "nibbles" else 2400  # so that there are enough words to share
+    columns = 8000 if kind == "nibbles" or kind in BLOCKS else 2400  # so that there are enough words to share
     matrix, x = (
         rng.standard_normal((columns, 512)).astype(np.float32),
         rng.standard_normal((37, 512)).astype(np.float32),
