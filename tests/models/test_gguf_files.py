@@ -94,8 +94,8 @@ def test_weights_of_blocks_are_those_of_the_gguf_package_to_the_last_bit(number,
         ("Q5_1", "gemma", SMALL, {EIGHT}),
         ("Q8_0", "phi3", SMALL, {EIGHT}),
         (of_about_4_bits, "qwen3", LARGE, {FOUR, EIGHT}),
-        pytest.param("Q5_K", "gemma2", LARGE, {EIGHT}, marks=pytest.mark.slow),
-        pytest.param("Q4_K", "gemma3", LARGE, {FOUR}, marks=pytest.mark.slow),
+        pytest.param("Q5_K", "gemma2", LARGE | {"query_pre_attn_scalar": 64}, {EIGHT}, marks=pytest.mark.slow),
+        pytest.param("Q4_K", "gemma3", LARGE | {"query_pre_attn_scalar": 64}, {FOUR}, marks=pytest.mark.slow),
         pytest.param("Q6_K", "mistral", LARGE | {"sliding_window": None}, {EIGHT}, marks=pytest.mark.slow),
         ("BF16", "qwen2", SMALL, {"bfloat16"}),
         ("F16", "llama", SMALL | {"tie_word_embeddings": True}, {"float32"}),
@@ -139,6 +139,8 @@ def test_a_folder_with_one_file_is_that_file_and_says_which_matrices_keep_their_
     write_gguf(tmp_path / "other.gguf", tiny("llama", **SMALL), "Q5_0")
     with pytest.raises(sb.SpecbeamError, match="holds 2 GGUF files"):
         loaded(tmp_path)
+    with pytest.raises(sb.SpecbeamError, match=r"there is no file .*third.gguf"):
+        loaded(tmp_path / "third.gguf")
 
 
 def test_roles_that_are_no_blocks_in_some_layers_are_widened(tmp_path):

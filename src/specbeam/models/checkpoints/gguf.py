@@ -89,9 +89,11 @@ def type_name(number: int) -> str:
 def gguf_in(source: Any) -> Path | None:
     """Return the GGUF file that a path names, or the only one in a folder without a model of transformers; None if neither.
 
-    Raises `MissingFile` if a folder holds several, `NotSupported` for a file that is a part of a model.
+    Raises `MissingFile` if there is none or a folder holds several, `NotSupported` for a file that is a part of a model.
     """
     path = Path(source).expanduser()
+    if path.suffix.lower() == SUFFIX and not path.exists():
+        raise MissingFile(f"there is no file {path}; give a GGUF file, or a folder with one")
     if path.suffix.lower() == SUFFIX and path.is_file():
         _check_is_whole(path)
         return path
