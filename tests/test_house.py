@@ -49,7 +49,7 @@ FLOORS = [
     {"core.audit", "doors.options"},
     {"core.records", "doors.grammar"},
     {"core.answers", "core.session", "doors.growing_text", "doors.render", "doors.tables"},
-    {"core.agenda", "core.control", "core.lm", "engines.kv"},
+    {"core.agenda", "core.control", "core.lm", "doors.trace", "engines.kv"},
     {"core.draft", "engines.torch", "models.table"},
     {"core.verify", "engines.cpu"},
     {

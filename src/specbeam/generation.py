@@ -231,7 +231,8 @@ def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
     line_up(sources)
     running: list[Session] = []
     try:
-        for _ in decode(request.pair.target, _started(waiting, running), batch_size, ahead=TURNS):
+        for turns in decode(request.pair.target, _started(waiting, running), batch_size, ahead=TURNS):
+            request.see(turns)
             for session in [session for session in running if session.over]:
                 running.remove(session)
                 yield session

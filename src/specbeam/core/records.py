@@ -343,7 +343,7 @@ class Report:
 
 @dataclass(frozen=True, repr=False)
 class Generation:
-    """The answer to one prompt. A notebook shows its beams as a table."""
+    """The answer to one prompt. A notebook shows its beams as a table, and its forest if its turns were recorded."""
 
     text: str
     tokens: list[int]  # new ones only
@@ -352,6 +352,7 @@ class Generation:
     beams: list[Beam]
     report: Report
     prompt: list[int]
+    trace: Any = None  # the turns (doors/trace.py), if the method records them, such as `dsbd(trace=True)`
 
     def __repr__(self) -> str:
         beams = f", {len(self.beams)} beams" if len(self.beams) > 1 else ""
@@ -360,12 +361,16 @@ class Generation:
         return f"<Generation {answer!r}{beams}, {cost}; {self.report.law}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return text, tokens, beams, report and prompt as dictionaries and lists."""
-        return asdict(self) | {"report": self.report.to_dict()}
+        """Return text, tokens, beams, report and prompt as dictionaries and lists, and the trace, if there is one."""
+        found = asdict(self) | {"report": self.report.to_dict()}
+        if self.trace is None:
+            del found["trace"]
+        return found
 
     def _repr_html_(self) -> str:
-        """Return a table of the beams with their scores, and a line of the report, for notebooks."""
+        """Return a table of the beams with their scores, a line of the report, and the forest, for notebooks."""
         rows = [f"<tr><td>{one.score:.3f}</td><td>{escape(one.text)}</td></tr>" for one in self.beams]
         report = self.report
         cost = f"{report.tokens} tokens in {report.target_passes} passes, {report.seconds:.2f} s; {escape(report.law)}"
-        return f"<table><tr><th>score</th><th>text</th></tr>{''.join(rows)}</table><p>{cost}</p>"
+        forest = "" if self.trace is None else self.trace._repr_html_()
+        return f"<table><tr><th>score</th><th>text</th></tr>{''.join(rows)}</table><p>{cost}</p>{forest}"

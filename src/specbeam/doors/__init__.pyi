@@ -47,10 +47,8 @@ from specbeam.doors.progress import compilation_watch as compilation_watch
 from specbeam.doors.prompts import PromptRow as PromptRow
 from specbeam.doors.prompts import of_record as of_record
 from specbeam.doors.prompts import spread as spread
-from specbeam.doors.render import Leaf as Leaf
 from specbeam.doors.render import Words as Words
 from specbeam.doors.render import as_label as as_label
-from specbeam.doors.render import picture as picture
 from specbeam.doors.render import save_figure as save_figure
 from specbeam.doors.request import Request as Request
 from specbeam.doors.sources import as_prompts as as_prompts
@@ -62,6 +60,10 @@ from specbeam.doors.sources import source_of as source_of
 from specbeam.doors.speech_tokens import SpeechTokens as SpeechTokens
 from specbeam.doors.speech_tokens import code_of as code_of
 from specbeam.doors.speech_tokens import speech_tokens_of as speech_tokens_of
+from specbeam.doors.trace import fates as fates
+from specbeam.doors.trace import turn_record as turn_record
+from specbeam.doors.trace import viewer_parts as viewer_parts
+from specbeam.doors.trace import words_of as words_of
 from specbeam.doors.usual import USUAL_BEAMS as USUAL_BEAMS
 from specbeam.doors.usual import usual_method as usual_method
 from specbeam.doors.with_memory import load_by_name as load_by_name

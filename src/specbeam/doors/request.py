@@ -6,9 +6,11 @@ from typing import Any
 from specbeam.core.limits import Ended
 from specbeam.core.records import Beam, Generation
 from specbeam.core.session import Parts, Session
+from specbeam.core.turn import Turns
 from specbeam.doors.grammar.spelling import text_of_tokens
 from specbeam.doors.growing_text import GrowingText
 from specbeam.doors.plan import CallPlan, PlannedText
+from specbeam.doors.trace import Trace, words_of
 from specbeam.errors import SpecbeamError, TooFewAnswers
 from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
@@ -21,12 +23,15 @@ class Request:
         plan: the planned call.
         sessions: in the order of their places.
         refused: the error of each rejected prompt, by place.
+        traces: the turns of each session, by place, if the method records them.
     """
 
     def __init__(self, plan: CallPlan) -> None:
         self.plan = plan
         self.sessions: list[Session] = []
         self.refused: dict[int, SpecbeamError] = {}
+        self.traces: dict[int, Trace] = {}
+        self._words = words_of(plan.pair.tokenizer)
         for place, text in enumerate(plan.texts):
             if isinstance(text, PlannedText):
                 self.sessions.append(_session(plan, place, text))
@@ -67,6 +72,12 @@ class Request:
     def answers_per_session(self) -> int:
         """The number of answers of each session."""
         return self.plan.answers_per_session
+
+    def see(self, turns: Turns) -> None:
+        """Record the turns of a step, if the method records its turns."""
+        if getattr(self.parts.rule, "trace", False):
+            for session, turn in turns:
+                self.traces.setdefault(session.place, Trace()).add(session, turn, self._words)
 
     def text_of(self, tokens: list[int], shows_special: bool = False) -> str:
         """Return the text of new tokens; "" without a tokenizer.
@@ -143,7 +154,8 @@ class Request:
         """Return beam `number` of a session's best beams as an answer; `others` go into its report."""
         answer = beams[number]
         report = replace(session.report(len(answer.tokens)), other_beams=others)
-        return Generation(answer.text, answer.tokens, beams, report, session.prompt)
+        trace = self.traces.get(session.place)
+        return Generation(answer.text, answer.tokens, beams, report, session.prompt, trace)
 
 
 def _session(plan: CallPlan, place: int, text: PlannedText) -> Session:

@@ -179,7 +179,8 @@ def dsbd(
         replacement: draw independently, with replacement (coupling="rejection" only).
         collapse: keep one beam after each turn, the paper's variant that saves memory. Its law differs from that of every
             decoder without drafts, because the time of the collapse depends on acceptance.
-        trace: record every trial of a draft, for `specbeam inspect`.
+        trace: record every turn and every trial of a draft: the answer has a `trace`, and a notebook shows its forest.
+            Recording runs turn by turn, slower.
         semantics: "paper"; or "hf": the law of transformers' own beam sampling, which needs width="fixed" and
             coupling="noise".
         mass: for width="auto": a probability; a larger one makes layers wider. None: 0.9.

@@ -1,8 +1,9 @@
 """Methods, which recipes make; the entries of the catalogue; and checks of settings."""
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -159,6 +160,8 @@ class Recipe:
     make: Callable[..., Method]  # the recipe
     exact: bool  # of the method with default settings
     lossless: bool  # of the method with default settings
+    about: str = ""  # what the method does
+    settings: dict[str, str] = field(default_factory=dict)  # the meaning of each setting
 
 
 def recipe_of(make: Callable[..., Method]) -> Recipe:
@@ -172,7 +175,24 @@ def recipe_of(make: Callable[..., Method]) -> Recipe:
     defaults = {name: parameter.default for name, parameter in inspect.signature(make).parameters.items()}
     method = make()
     needs = "a draft model" if method.needs_draft else "the target alone"
-    return Recipe(make.__name__, law, paper, needs, defaults, make, method.exact, method.lossless)
+    about = " ".join(text.partition("\n\n")[0].split())
+    meanings = _meanings_in(text)
+    return Recipe(make.__name__, law, paper, needs, defaults, make, method.exact, method.lossless, about, meanings)
+
+
+def _meanings_in(text: str) -> dict[str, str]:
+    """Return the meanings of the arguments that a docstring lists under "Args:", by name."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in text.partition("\nArgs:\n")[2].splitlines():
+        if not line.startswith("    "):
+            break
+        entry = re.fullmatch(r" {4}(\w+(?:, \w+)*): (.*)", line)
+        if entry:
+            names = entry.group(1).split(", ")
+        meaning = entry.group(2) if entry else line.strip()
+        found |= {name: f"{found.get(name, '')} {meaning}".strip() for name in names}
+    return found
 
 
 def recipe(make: Callable[Given, Method]) -> Callable[Given, Method]:

@@ -42,6 +42,7 @@ from specbeam.apps.serve.config import MIB, ServerConfig
 from specbeam.apps.serve.engine import COMPILE_S, Engine, EngineLimits, Job
 from specbeam.apps.serve.guarding import Guarding
 from specbeam.apps.serve.mapping import (
+    OBJECTS,
     RECIPE_OF,
     Order,
     Served,
@@ -84,6 +85,7 @@ from specbeam.doors import (
     hears,
     method_from,
     usual_method,
+    viewer_parts,
 )
 from specbeam.doors import Request as SessionRequest
 from specbeam.errors import BadSetting, MissingFile, NotSupported, SpecbeamError
@@ -466,15 +468,16 @@ class BeamServer:
         for name, make in RECIPE_OF.items():
             if name in allowed:
                 recipe = recipe_of(make)
+                meanings = recipe.settings
                 settings = {
-                    key: {"default": _plain(one.default), "type": str(one.annotation)}
+                    key: {"default": _plain(one.default), "type": str(one.annotation), "about": meanings.get(key, "")}
                     for key, one in inspect.signature(make).parameters.items()
-                    if key != "trace"
+                    if key not in OBJECTS
                 }
-                needs = recipe.needs
                 found.append(
-                    {"name": name, "law": recipe.law, "paper": recipe.paper, "exact": recipe.exact, "needs": needs,
-                     "lossless": recipe.lossless, "settings": settings, "available": name not in self._unfit}
+                    {"name": name, "about": recipe.about, "law": recipe.law, "paper": recipe.paper, "exact": recipe.exact,
+                     "needs": recipe.needs, "lossless": recipe.lossless, "settings": settings,
+                     "available": name not in self._unfit}
                 )  # fmt: skip
         return found
 
@@ -855,6 +858,7 @@ def _add_looking(app: FastAPI, server: BeamServer) -> None:
             "has_draft": served.pair.draft is not None,
             "has_speech": served.hears,
             "has_chat": not served.hears and bool(served.chat_template),
+            "holds_conversation": served.template != BUNDLED_TEMPLATE,
             "max_model_len": served.room,
             "default_method": served.method.name,
             "law": served.method.law,
@@ -898,13 +902,19 @@ def _add_operating(app: FastAPI, server: BeamServer) -> None:
     async def page() -> Response:
         """Return the web page that shows forests."""
         nonce = secrets.token_urlsafe(16)
-        text = PAGE.read_text(encoding="utf-8").replace("NONCE", nonce)
-        return HTMLResponse(text, headers={"content-security-policy": CSP.format(nonce=nonce)})
+        return HTMLResponse(page_text(nonce), headers={"content-security-policy": CSP.format(nonce=nonce)})
 
     @app.get("/openapi.json", response_model=None)
     async def schema() -> Response:
         """Return the OpenAPI description of the server."""
         return Response(server.schema, media_type="application/json")
+
+
+def page_text(nonce: str) -> str:
+    """Return the web page, with the viewer of forests that it shares with notebooks."""
+    style, script = viewer_parts()
+    text = PAGE.read_text(encoding="utf-8")
+    return text.replace("/* VIEWER STYLE */", style).replace("/* VIEWER SCRIPT */", script).replace("NONCE", nonce)
 
 
 def _check_metrics(server: BeamServer, http: Request) -> None:

@@ -28,7 +28,6 @@ from specbeam.apps.serve.answers import (
     sendable,
     shows_special,
     specbeam_json,
-    token_text,
     usage_of,
     visible_tokens,
 )
@@ -38,9 +37,8 @@ from specbeam.apps.serve.mapping import Order, Served
 from specbeam.apps.serve.pools import Pools
 from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of
 from specbeam.apps.serve.scoring import TokenScore
-from specbeam.apps.serve.trace import turn_record
 from specbeam.core import Session, Turn
-from specbeam.doors import GrowingText, Request, compilation_watch, unsent
+from specbeam.doors import GrowingText, Request, compilation_watch, turn_record, unsent, words_of
 from specbeam.errors import Cancelled, SpecbeamError
 
 PING_S = 15.0  # seconds without an event after which a stream sends a ping
@@ -84,6 +82,7 @@ class Asking:
         self._began_again = False
         self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
         self._turns = 0
+        self._words = words_of(served.pair.tokenizer)
         self._last_turn = time.monotonic()
         self._last_live = 0.0
         self._live_text: GrowingText | None = None  # settled part of a text whose live beams are shown
@@ -233,16 +232,12 @@ class Asking:
         now = time.monotonic()
         self._turns += 1
         if self.order.options.trace:
-            record = turn_record(session, turn, self._word, self._turns, 1000 * (now - self._last_turn))
+            record = turn_record(session, turn, self._words, self._turns, 1000 * (now - self._last_turn))
             self._events.append({"turn": record})
         elif now - self._last_live >= LIVE_S:
             self._last_live = now
             self._events.append({"live": self._live(session)})
         self._last_turn = now
-
-    def _word(self, token: int) -> str:
-        """Return the text of a token within a text."""
-        return token_text(self.served.pair, token)[0]
 
     def _live(self, session: Session) -> dict[str, Any]:
         settled = session.settled

@@ -533,7 +533,7 @@ def named_method(
 
 
 # Settings that requests must not have: objects, names of files on the server, and models, which would be loaded by name.
-_OBJECTS = ("trace", "task", "search", "others")
+OBJECTS = ("trace", "task", "search", "others")
 
 
 def _check_skipping(method: str, chosen: Mapping[str, Any]) -> None:
@@ -549,8 +549,8 @@ def _check_skipping(method: str, chosen: Mapping[str, Any]) -> None:
 
 def _setting(method: str, key: str, value: Any, known: Mapping[str, inspect.Parameter]) -> Any:
     """Return a setting of a method from JSON. Raises `Refusal` if its name is unknown or its value out of bounds."""
-    if key not in known or key in _OBJECTS:
-        names = [name for name in known if name not in _OBJECTS]
+    if key not in known or key in OBJECTS:
+        names = [name for name in known if name not in OBJECTS]
         raise invalid(
             f"specbeam.{key} is not a setting of {method}{hint(key, names)}; it has {', '.join(names) or 'none'}",
             "specbeam",

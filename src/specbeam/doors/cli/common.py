@@ -173,6 +173,8 @@ def as_json(number: int, prompt: Any, generation: "Generation") -> str:
         prompt: the user's prompt; token ids stand for one that is not text, such as a chat.
     """
     record = {"index": number, "prompt": prompt, **dataclasses.asdict(generation)}
+    if generation.trace is None:
+        del record["trace"]
     record["prompt_tokens"] = len(generation.prompt)
     if isinstance(prompt, str):
         record["prompt"] = prompt  # where `asdict` has put the token ids

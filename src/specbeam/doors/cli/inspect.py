@@ -42,6 +42,7 @@ def inspect(given: InspectArguments) -> int:
     if given.turn < 1:
         raise BadSetting(f"--turn is {given.turn}; turns are counted from 1")
     from specbeam.doors import render
+    from specbeam.doors.trace import words_of
     from specbeam.generation import turns_of
 
     pair = quiet_load(**given.pair, sources=True)
@@ -50,7 +51,7 @@ def inspect(given: InspectArguments) -> int:
     if not 1 <= given.turn <= len(turns):
         raise BadSetting(f"--turn is {given.turn}, but the generation has turns 1 to {len(turns)}")
     chosen = turns[given.turn - 1]
-    nodes = render.picture(chosen, pair.word)
+    nodes = render.picture(chosen, words_of(pair.tokenizer))
     if given.json:
         leaves = [dataclasses.asdict(node) for node in nodes]
         print_json({"turn": given.turn, "turns": len(turns), "nodes": leaves})
