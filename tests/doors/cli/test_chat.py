@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import json
 import os
 import pty
 import select
@@ -9,13 +10,16 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from rich.console import Console
 
 import specbeam as sb
+from specbeam.doors.chats import prompt_of_messages
 from specbeam.doors.cli import talking
-from specbeam.doors.cli.talking import Chat, ChatOptions, PairSpeaker, ServerSpeaker
+from specbeam.doors.cli.line_editor import _completer, history_place, line_reader
+from specbeam.doors.cli.talking import COMMANDS, Chat, ChatOptions, PairSpeaker, ServerSpeaker
 from specbeam.errors import NotSupported, SpecbeamError
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.pair import BUNDLED, Pair
@@ -170,7 +174,124 @@ def test_an_error_costs_its_message_alone_and_control_characters_do_not_reach_th
 def test_the_bundled_model_answers_each_message_by_itself(pair):
     one, shown = talk(PairSpeaker(pair, "bundled", None), "Hallo.", "Wo ist mein Hut?")
     assert "answers each message separately" in shown
-    assert one.messages == []
+    assert [message["content"] for message in one.messages[::2]] == ["Hallo.", "Wo ist mein Hut?"]
+    for message, answer in zip(one.messages[::2], one.messages[1::2], strict=True):
+        prompt = prompt_of_messages(pair.tokenizer, talking.BUNDLED_TEMPLATE, [message])
+        assert answer["content"] == sb.generate(pair, prompt, seed=7, max_new_tokens=12)[0].text
+
+
+def test_an_answer_is_drawn_again_with_the_next_seed_and_other_beams(pair):
+    speaker = PairSpeaker(pair, "tiny", TEMPLATE)
+    one, shown = talk(speaker, "/regenerate", "Hallo.", "/beams 2", "/seed 20", "/regenerate", "/seed x", "/beams no")
+    assert "there is no answer yet" in shown
+    assert "seed 21" in shown
+    assert "the seed is 'x'" in shown
+    assert one.options == ChatOptions("", ("beams=2",), OPTIONS.settings, 21)
+    prompt = "user: Hallo.\nassistant: "
+    (expected,) = sb.generate(pair, prompt, sb.dsbd(beams=2), seed=21, max_new_tokens=12)
+    assert one.messages == [{"role": "user", "content": "Hallo."}, {"role": "assistant", "content": expected.text}]
+    free, _ = talk(speaker, "/seed")
+    assert free.options.seed is None
+
+
+def test_a_failed_second_answer_leaves_the_first_one(pair):
+    class Breaks(PairSpeaker):
+        times = 0
+
+        def answer(self, messages, options, cost):
+            self.times += 1
+            if self.times > 1:
+                raise SpecbeamError("no more today")
+            yield "the first"
+
+    one, shown = talk(Breaks(pair, "tiny", TEMPLATE), "Hallo.", "/regenerate")
+    assert "no more today" in shown
+    assert [message["content"] for message in one.messages] == ["Hallo.", "the first"]
+
+
+def test_a_conversation_is_saved_to_a_new_file_only(pair, tmp_path):
+    speaker = PairSpeaker(pair, "tiny", TEMPLATE)
+    there = tmp_path / "there.txt"
+    there.write_text("mine")
+    one, shown = talk(
+        speaker, "Hallo.", f"/save {tmp_path}/talk.json", f"/save {tmp_path}/talk.txt", f"/save {there}",
+        f"/save {tmp_path}/none/talk.txt", "/save", system="Kurz.",
+    )  # fmt: skip
+    assert json.loads((tmp_path / "talk.json").read_text()) == one.messages
+    assert (tmp_path / "talk.txt").read_text().startswith("system: Kurz.\n\nuser: Hallo.\n\nassistant: ")
+    assert there.read_text() == "mine"
+    assert "exists already" in shown
+    assert "cannot be written: No such file" in shown
+    assert "give the name of a file" in shown
+
+
+@pytest.fixture
+def keyboard(monkeypatch, tmp_path):
+    """A keyboard for the line editor, with a data folder of its own."""
+    application = pytest.importorskip("prompt_toolkit.application")
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(isatty=lambda: True))
+    with create_pipe_input() as keys, application.create_app_session(input=keys, output=DummyOutput()):
+        yield keys
+
+
+def editor(screen=None):
+    console = Console(file=screen or Terminal(), force_terminal=True, width=200)
+    choices = {"/method": lambda: ["dsbd", "greedy"]}
+    return line_reader(console, COMMANDS, choices, lambda: "dsbd, seed 7")
+
+
+def test_the_line_editor_has_a_history_that_only_its_user_can_read(keyboard, tmp_path):
+    read = editor()
+    keyboard.send_text("Wo ist\x1b\rmein Hut?\r")
+    assert read() == "Wo ist\nmein Hut?"
+    keyboard.send_text("\x1b[A\r")  # up, in another chat
+    assert editor()() == "Wo ist\nmein Hut?"
+    place = history_place()
+    assert place == tmp_path / "specbeam" / "chat_history"
+    assert place.stat().st_mode & 0o777 == 0o600
+    keyboard.send_text("\x04")
+    with pytest.raises(EOFError):
+        read()
+    keyboard.send_text("half\x03")
+    with pytest.raises(KeyboardInterrupt):
+        read()
+
+
+def test_without_a_place_for_its_history_the_line_editor_says_so(keyboard, tmp_path):
+    (tmp_path / "specbeam").write_text("a file")
+    screen = Terminal()
+    read = editor(screen)
+    assert "no history is kept" in screen.getvalue()
+    keyboard.send_text("Hallo.\r")
+    assert read() == "Hallo."
+
+
+def test_commands_and_their_values_are_completed_and_messages_are_not():
+    pytest.importorskip("prompt_toolkit")
+    from prompt_toolkit.document import Document
+
+    completer = _completer(COMMANDS, {"/method": lambda: ["greedy", "dsbd", "dyspec"]})
+
+    def found(text):
+        return [one.text for one in completer.get_completions(Document(text), None)]
+
+    assert found("/s") == ["/set", "/seed", "/save"]
+    assert found("/method d") == ["dsbd", "dyspec"]
+    assert found("Was ist /s") == []
+    assert found("") == []
+
+
+def test_lines_of_a_pipe_are_read_as_they_come(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hallo.\n/quit\n"))
+    screen = Terminal()
+    read = line_reader(Console(file=screen), COMMANDS, {}, lambda: "")
+    assert [read(), read()] == ["Hallo.", "/quit"]
+    with pytest.raises(EOFError):
+        read()
 
 
 def test_a_server_is_talked_with_in_the_same_way(pair, tmp_path):
@@ -200,10 +321,10 @@ def test_a_server_is_talked_with_in_the_same_way(pair, tmp_path):
 class Screen:
     """A command on a pseudo-terminal, as a user has it."""
 
-    def __init__(self, *arguments):
+    def __init__(self, folder, *arguments):
         self.leader, follower = pty.openpty()
         command = [sys.executable, "-m", "specbeam", "chat", *arguments]
-        environment = {**os.environ, "TERM": "dumb"}
+        environment = {**os.environ, "TERM": "dumb", "XDG_DATA_HOME": str(folder)}
         self.process = subprocess.Popen(
             command, stdin=follower, stdout=follower, stderr=follower, env=environment,
             preexec_fn=lambda: os.login_tty(follower),
@@ -226,8 +347,8 @@ class Screen:
 
 @needs_bundled
 @pytest.mark.slow
-def test_on_a_terminal_control_c_ends_an_answer_and_control_d_the_chat():
-    screen = Screen("--max-new-tokens", "200", "--seed", "1")
+def test_on_a_terminal_control_c_ends_an_answer_and_control_d_the_chat(tmp_path):
+    screen = Screen(tmp_path, "--max-new-tokens", "200", "--seed", "1")
     screen.wait_for("> ")
     screen.type("Ein Hund läuft.\n")
     screen.wait_for("were cached")

@@ -39,8 +39,9 @@ def chat(given: ChatArguments) -> int:
     check_options(decoding)
     if given.method:
         method_from(given.method, given.setting)
+    from specbeam.doors.cli.line_editor import line_reader
     from specbeam.doors.cli.screen import Screen
-    from specbeam.doors.cli.talking import Chat, ChatOptions, PairSpeaker, ServerSpeaker
+    from specbeam.doors.cli.talking import COMMANDS, Chat, ChatOptions, PairSpeaker, ServerSpeaker
 
     console = Screen()
     speaker: Speaker
@@ -50,5 +51,7 @@ def chat(given: ChatArguments) -> int:
         pair = quiet_load(**given.pair, quantize=given.quantize)
         speaker = PairSpeaker(pair, given.model, template)
     options = ChatOptions(given.method or "", tuple(given.setting), decoding, given.seed)
-    Chat(speaker, options, console, lambda: console.input("[bold]>[/bold] "), given.system).run()
+    talk = Chat(speaker, options, console, system=given.system)
+    talk.read = line_reader(console, COMMANDS, talk.choices, lambda: talk.status)
+    talk.run()
     return 0

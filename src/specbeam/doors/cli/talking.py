@@ -1,14 +1,16 @@
 """A conversation in the terminal, with a pair or a server."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.text import Text
 
+from specbeam.core.names import hint
 from specbeam.doors.chats import BUNDLED_TEMPLATE, prompt_of_messages
 from specbeam.doors.cli.common import method_for, method_from
 from specbeam.doors.options.checks import FORMS
@@ -19,17 +21,23 @@ from specbeam.doors.request import Request
 from specbeam.errors import MissingPackage, NotSupported, ServerRefused, SpecbeamError
 from specbeam.generation import pieces_of
 from specbeam.models.pair import Pair
+from specbeam.recipes.catalogue import methods
 from specbeam.recipes.method import Method
 
 CHUNK = 64  # tokens per block of the prefix cache
 KEPT_BYTES = 256 * 2**20  # memory of the prefix caches of all models
 TIMEOUT_S = 600.0  # seconds to wait for a server's next bytes
-HELP = """\
-/new              start a new conversation
-/method NAME      choose another decoding method
-/set NAME=VALUE   change a setting of the method; /set alone restores the defaults
-/quit             end the chat (also Ctrl-D); Ctrl-C ends an answer
-"""
+COMMANDS = {
+    "/help": "list the commands",
+    "/new": "start a new conversation",
+    "/regenerate": "answer the last message again, with the next seed if you set one",
+    "/method": "NAME: choose another decoding method; alone: show it",
+    "/set": "NAME=VALUE: change a setting of the method; alone: restore its defaults",
+    "/beams": "NUMBER: the same as /set beams=NUMBER",
+    "/seed": "NUMBER: the random seed of each answer; alone: a random one",
+    "/save": "FILE: write the conversation to a new file; with the suffix .json as messages",
+    "/quit": "end the chat (also Ctrl-D); Ctrl-C ends an answer",
+}
 Message = dict[str, str]
 
 
@@ -244,19 +252,24 @@ class Chat:
         console: the output.
         read: returns a line typed by the user; raises `EOFError` at the end.
         system: the system message; "": none.
+
+    Attributes:
+        messages: the conversation so far, also with a speaker that answers each message separately.
     """
 
     speaker: Speaker
     options: ChatOptions
     console: Console
-    read: Callable[[], str]
+    read: Callable[[], str] = input
     system: str = ""
     messages: list[Message] = field(default_factory=list)
+    _used: str = field(default="", init=False)  # what the speaker says of the method
 
     def run(self) -> None:
         """Chat until the user ends it."""
         self._begin()
-        self._note(f"{self.speaker.name}: {self.speaker.check(self.options)}. /help lists the commands.")
+        self._used = self.speaker.check(self.options)
+        self._note(f"{self.speaker.name}: {self._used}. /help lists the commands.")
         if not self.speaker.holds_conversation:
             self._note("It answers each message separately, without the conversation before it.")
         while True:
@@ -264,7 +277,7 @@ class Chat:
                 line = self.read().strip()
                 if line == "/quit":
                     return
-                if line.startswith("/"):
+                if line.startswith("/") and "\n" not in line:
                     self._obey(line)
                 elif line:
                     self._answer(line)
@@ -280,18 +293,97 @@ class Chat:
         """Run a command that begins with a slash."""
         order, _, value = line.partition(" ")
         value = value.strip()
+        options = self.options
         if order == "/new":
             self._begin()
             self._note("a new conversation")
-        elif order == "/method" and value:
-            self._change(ChatOptions(value, (), self.options.settings, self.options.seed))
+        elif order == "/regenerate":
+            self._regenerate()
+        elif order == "/method":
+            self._change(replace(options, method=value, method_settings=()) if value else options)
         elif order == "/set":
-            name = value.partition("=")[0]
-            others = [one for one in self.options.method_settings if one.partition("=")[0] != name]
-            chosen = (*others, value) if value else ()
-            self._change(ChatOptions(self.options.method, chosen, self.options.settings, self.options.seed))
+            self._set(value)
+        elif order == "/beams" and value:
+            self._set(f"beams={value}")
+        elif order == "/seed":
+            self._seed(value)
+        elif order == "/save":
+            self._save(value)
         else:
-            self._note(HELP.rstrip())
+            if order not in COMMANDS:
+                self._note(f"there is no command {order}{hint(order, COMMANDS)}")
+            self._note("\n".join(f"{name:<12} {meaning}" for name, meaning in COMMANDS.items()))
+
+    def _set(self, value: str) -> None:
+        """Change a setting of the method, NAME=VALUE, or restore its defaults."""
+        name = value.partition("=")[0]
+        others = [one for one in self.options.method_settings if one.partition("=")[0] != name]
+        chosen = (*others, value) if value else ()
+        self._change(replace(self.options, method_settings=chosen))
+
+    def _seed(self, value: str) -> None:
+        """Choose the seed of each answer; "" for a random one."""
+        try:
+            seed = int(value) if value else None
+        except ValueError:
+            self._note(f"the seed is {value!r}; it must be a whole number")
+            return
+        self.options = replace(self.options, seed=seed)
+        self._note("a random seed for each answer" if seed is None else f"seed {seed}")
+
+    def _regenerate(self) -> None:
+        """Answer the last message again. The old answer stays if there is no new one."""
+        if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
+            self._note("there is no answer yet")
+            return
+        if self.options.seed is not None:
+            self._seed(str(self.options.seed + 1))
+        kept = self.messages
+        self.messages = kept[:-2]
+        if not self._answer(kept[-2]["content"]):
+            self.messages = kept
+
+    def _save(self, value: str) -> None:
+        """Write the conversation to a new file."""
+        if not value:
+            self._note("give the name of a file: /save FILE")
+            return
+        place = Path(value).expanduser()
+        lines = [f"{one['role']}: {one['content']}\n" for one in self.messages]
+        text = json.dumps(self.messages, ensure_ascii=False, indent=1) if place.suffix == ".json" else "\n".join(lines)
+        try:
+            with place.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            self._note(f"{place} exists already; give another name")
+        except OSError as error:
+            self._note(f"{place} cannot be written: {error.strerror}")
+        else:
+            self._note(f"{len(self.messages)} messages in {place}")
+
+    @property
+    def status(self) -> str:
+        """The settings of the next answer, in a line."""
+        options = self.options
+        seed = "random seed" if options.seed is None else f"seed {options.seed}"
+        return ", ".join([self._method, *options.method_settings, seed]) + "   /help"
+
+    @property
+    def _method(self) -> str:
+        """The name of the method, or a description if a server chooses it."""
+        return self._used.partition(",")[0]
+
+    @property
+    def choices(self) -> dict[str, Callable[[], Iterable[str]]]:
+        """The values that complete the commands."""
+        return {
+            "/method": lambda: [recipe.name for recipe in methods()],
+            "/set": lambda: [f"{name}=" for name in self._settings()],
+        }
+
+    def _settings(self) -> Iterable[str]:
+        """Return the names of the settings of the method; none if it is that of a server."""
+        return next((recipe.settings for recipe in methods() if recipe.name == self._method), ())
 
     def _change(self, options: ChatOptions) -> None:
         """Use other options from now on, unless they are wrong."""
@@ -301,11 +393,17 @@ class Chat:
             self._complain(error)
             return
         self.options = options
+        self._used = said
         self._note(said)
 
-    def _answer(self, text: str) -> None:
-        """Answer a message. An interrupt keeps the partial answer in the conversation; an error discards the message."""
-        asked = [*self.messages, {"role": "user", "content": text}]
+    def _answer(self, text: str) -> bool:
+        """Answer a message; return whether there is an answer.
+
+        An interrupt keeps the partial answer in the conversation; an error discards the message.
+        """
+        message = {"role": "user", "content": text}
+        before = [one for one in self.messages if self.speaker.holds_conversation or one["role"] == "system"]
+        asked = [*before, message]
         cost = Cost()
         said: list[str] = []
         try:
@@ -319,12 +417,12 @@ class Chat:
             if said:
                 self.console.print()
             self._complain(error)
-            return
+            return False
         else:
             self.console.print()
             self._note(str(cost))
-        if self.speaker.holds_conversation:
-            self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+        self.messages = [*self.messages, message, {"role": "assistant", "content": "".join(said)}]
+        return True
 
     def _show(self, piece: str) -> None:
         """Show a piece of an answer, without control characters other than newlines and tabs."""
