@@ -1,5 +1,6 @@
 """A conversation in the terminal: what is streamed, what is known of it, and what ends an answer or the chat."""
 
+import contextlib
 import importlib
 import io
 import json
@@ -9,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 import types
 
@@ -239,7 +241,7 @@ def keyboard(monkeypatch, tmp_path):
 
 
 def editor(screen=None):
-    console = Console(file=screen or Terminal(), force_terminal=True, width=200)
+    console = Console(file=screen or Terminal(), force_terminal=True, width=200, _environ={"TERM": "xterm"})
     choices = {"/method": lambda: ["dsbd", "greedy"]}
     return line_reader(console, COMMANDS, choices, lambda: "dsbd, seed 7")
 
@@ -321,10 +323,10 @@ def test_a_server_is_talked_with_in_the_same_way(pair, tmp_path):
 class Screen:
     """A command on a pseudo-terminal, as a user has it."""
 
-    def __init__(self, folder, *arguments):
+    def __init__(self, kind, folder, *arguments):
         self.leader, follower = pty.openpty()
         command = [sys.executable, "-m", "specbeam", "chat", *arguments]
-        environment = {**os.environ, "TERM": "dumb", "XDG_DATA_HOME": str(folder)}
+        environment = {**os.environ, "TERM": kind, "XDG_DATA_HOME": str(folder), "PROMPT_TOOLKIT_NO_CPR": "1"}
         self.process = subprocess.Popen(
             command, stdin=follower, stdout=follower, stderr=follower, env=environment,
             preexec_fn=lambda: os.login_tty(follower),
@@ -344,19 +346,36 @@ class Screen:
     def type(self, text):
         os.write(self.leader, text.encode())
 
+    def wait_for_prompt(self, kind):
+        """Wait for the next prompt; what is typed before the line editor reads key by key would not reach it."""
+        self.wait_for("> " if kind == "dumb" else ">")  # the line editor moves the cursor in place of a space
+        while kind != "dumb" and termios.tcgetattr(self.leader)[3] & termios.ICANON:
+            time.sleep(0.01)
+
+    def end(self, seconds=60):
+        """Read until the command is over, and return its exit code; a terminal that nobody reads would hold it up."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < end:
+            if select.select([self.leader], [], [], 0.1)[0]:
+                with contextlib.suppress(OSError):  # the other side is closed
+                    self.seen += os.read(self.leader, 4096).decode(errors="replace")
+        return self.process.poll()
+
 
 @needs_bundled
 @pytest.mark.slow
-def test_on_a_terminal_control_c_ends_an_answer_and_control_d_the_chat(tmp_path):
-    screen = Screen(tmp_path, "--max-new-tokens", "200", "--seed", "1")
-    screen.wait_for("> ")
-    screen.type("Ein Hund läuft.\n")
+@pytest.mark.parametrize("kind", ["dumb", "xterm"])
+def test_on_a_terminal_control_c_ends_an_answer_and_control_d_the_chat(kind, tmp_path):
+    screen = Screen(kind, tmp_path, "--max-new-tokens", "200", "--seed", "1")
+    screen.wait_for_prompt(kind)
+    screen.type("Ein Hund läuft.\r")
     screen.wait_for("were cached")
-    screen.wait_for("> ")
+    screen.wait_for_prompt(kind)
     screen.type("\x03")
     screen.wait_for("Ctrl-D ends the chat")
-    screen.wait_for("> ")
-    screen.type("Wo ist mein Hut?\n")
+    screen.wait_for_prompt(kind)
+    screen.type("Wo ist mein Hut?\r")
     screen.wait_for("were cached")
+    screen.wait_for_prompt(kind)
     screen.type("\x04")
-    assert screen.process.wait(timeout=60) == 0
+    assert screen.end() == 0, screen.seen

@@ -1,4 +1,4 @@
-"""The command `specbeam demo`: a comparison of several methods on German sentences, with the bundled pair."""
+"""The command `specbeam demo`: a comparison of methods on German sentences, with the bundled pair, enlarged and as it is."""
 
 import time
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ import typer
 
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import bundled_rows, print_records, quiet_load
+from specbeam.doors.cli.demo_grown import WEIGHTS
 from specbeam.doors.cli.options import Json
 from specbeam.errors import MissingFile
 
@@ -25,6 +26,9 @@ LAW: Mapping[str, Any] = {"temperature": 1.0, "top_k": 10, "top_p": 0.9}
 class DemoArguments(Record):
     """Arguments of the command."""
 
+    grow: Annotated[
+        str, typer.Option(help="Number of weights of the enlarged target (100M, 1B, ...); 0: the bundled pair alone.")
+    ] = WEIGHTS
     beams: Annotated[int, typer.Option(help="Number of beams for beam sampling and DSBD.")] = 4
     seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0
     json: Json = False
@@ -63,7 +67,7 @@ class DemoContender:
 
 
 def demo(given: DemoArguments) -> int:
-    """Translate German sentences by sampling, beam sampling and DSBD with the bundled pair, and compare them."""
+    """Compare one sequence, beams, and beams with drafts: with the bundled target grown to 700 M weights, and as it is."""
     try:
         import sacrebleu  # noqa: F401
     except ImportError as error:
@@ -76,7 +80,9 @@ def demo(given: DemoArguments) -> int:
     from specbeam.recipes.beams import beam_sampling, dsbd, sampling
 
     console = Screen(stderr=given.json)
-    console.print("Loading the bundled pair ...")
+    if given.grow != "0":
+        _demo_grown(given, console)
+        console.print(Text("\nThe bundled pair itself, of 8 M weights: a pass costs little more than a draft", "bold"))
     pair = quiet_load("bundled", None)
     sentences = bundled_rows("sentences.tsv")
     words = bundled_rows("words.tsv")
@@ -107,6 +113,30 @@ def demo(given: DemoArguments) -> int:
         )
     )
     return 0
+
+
+def _demo_grown(given: DemoArguments, console: Any) -> None:
+    """Compare beams with and without drafts for the enlarged target."""
+    from rich.text import Text
+
+    from specbeam.doors.cli.demo_grown import grown_target, measure, show_grown, ways_of
+    from specbeam.doors.cli.widening import parameters
+
+    weights = parameters(given.grow)
+    console.print(Text(f"The bundled target, grown to about {given.grow} weights in bfloat16", "bold"))
+    console.print(
+        "The added weights change its outputs by rounding alone: it writes what the small model writes, at the price of a "
+        "large one.\n"
+        "Growing it in a temporary folder, and warming up ..."
+    )
+    with grown_target(weights) as pair:
+        size = pair.target_model.num_parameters()
+        ways = ways_of(pair, given.beams, given.seed, dict(LAW))
+        measure(ways, [sentence for sentence, _ in bundled_rows("sentences.tsv")])
+    lines = [way.line(size) for way in ways]
+    if given.json:
+        print_records(lines)
+    show_grown(console, lines, ways[-1].beams == ways[-2].beams)
 
 
 def _translate(

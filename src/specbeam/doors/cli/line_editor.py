@@ -21,7 +21,8 @@ def line_reader(
 ) -> Callable[[], str]:
     """Return a function that reads a line; it raises `EOFError` at the end, and `KeyboardInterrupt` for Ctrl-C.
 
-    If input and output are not both a terminal, it reads lines as they come, without history and completion.
+    If input or output is no terminal, or one that cannot move its cursor, it reads lines as they come, without history and
+    completion.
 
     Args:
         console: the console of the chat.
@@ -29,7 +30,7 @@ def line_reader(
         choices: the values that complete a command, by command.
         status: returns the line below the input.
     """
-    if not (sys.stdin.isatty() and console.is_terminal):
+    if not sys.stdin.isatty() or not console.is_terminal or console.is_dumb_terminal:
         return lambda: str(console.input("[bold]>[/bold] "))
     from prompt_toolkit import PromptSession
     from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
@@ -60,7 +61,7 @@ def _completer(commands: Mapping[str, str], choices: Mapping[str, Choices]) -> "
 
     paths = PathCompleter(expanduser=True)
 
-    class Commands(Completer):
+    class CommandCompleter(Completer):
         def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
             """Yield the commands, or the values of a command, that continue the line."""
             text = document.text_before_cursor
@@ -74,7 +75,7 @@ def _completer(commands: Mapping[str, str], choices: Mapping[str, Choices]) -> "
                 known = [one for one in sorted(choices[name]()) if one.startswith(value)]
                 yield from (Completion(one, -len(value)) for one in known)
 
-    return Commands()
+    return CommandCompleter()
 
 
 def _history(console: Any) -> "History":
