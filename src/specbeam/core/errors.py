@@ -102,6 +102,10 @@ class ServerRefused(SpecbeamError):
     """A server did not answer, or refused a request; the message is the server's."""
 
 
+class ServerGone(ServerRefused):
+    """The program that runs the target does not answer, or not in time, so other prompts would fail, too."""
+
+
 class AuditWarning(UserWarning):
     """The output of an audited run is unlikely under the declared law of its method."""
 

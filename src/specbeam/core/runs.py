@@ -1,9 +1,9 @@
 """Runs: many turns in one compiled loop, for one session, or for several sessions in parallel."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,21 +149,33 @@ def listing_of(session: Session, width: int, vocab: int) -> Listing:
     Args:
         width: number of draft beams in a layer.
     """
+    found = listing_of_parts(session, width)
+    pays = vocab >= LISTED_FROM and found.length <= min(MOST_LISTED, vocab // 4)
+    return found if pays else WHOLE
+
+
+def listing_of_parts(session: Session, width: int) -> Listing:
+    """Return the shortest lists that serve the rule and the drafter of a session, even if they do not pay."""
     parts = session.parts
     decides = getattr(parts.rule, "listing", None)
     drafts = getattr(parts.drafter, "listing", None)
-    if vocab < LISTED_FROM or decides is None or drafts is None:
+    if decides is None or drafts is None:
         return WHOLE
     if session.audited or not session.warp.takes_raw_rows:
         return WHOLE
-    found = joined_listing(decides(session), drafts(session, width))
-    return found if found.length <= min(MOST_LISTED, vocab // 4) else WHOLE
+    return joined_listing(decides(session), drafts(session, width))
 
 
 def _listing_for(target: LM, session: Session, width: int) -> Listing:
-    """Return the lists that a target returns for a session; WHOLE unless its attribute `returns_lists` is True."""
+    """Return the lists that a target returns for a session; WHOLE unless its attribute `returns_lists` is True.
+
+    A target that cannot return any lists, or whole rows, has a method `listing_for` that answers what the parts ask for.
+    """
     if not getattr(target, "returns_lists", False):
         return WHOLE
+    if hasattr(target, "listing_for"):
+        found: Listing = target.listing_for(session, listing_of_parts(session, width))
+        return found
     return listing_of(session, width, target.vocab)
 
 
@@ -272,9 +284,10 @@ class Run:
         """Take the turns. The interpreter lock is released meanwhile, so several runs can proceed in parallel threads."""
         turns = self.session.count.target_passes
         parts = ByAddress(caches[0], caches[-1], self.spec)
-        self.live, self.start, self.condition = run_turns(
-            parts.target, parts.draft, parts.spec, self.session.beams, self.start, self.room, turns, self.dice
-        )
+        with errors_of(self.models):
+            self.live, self.start, self.condition = run_turns(
+                parts.target, parts.draft, parts.spec, self.session.beams, self.start, self.room, turns, self.dice
+            )
 
     def job(self, caches: list[Any]) -> "HeldRun":
         """Return the run as one of many in `run_turns_together`."""
@@ -320,6 +333,22 @@ class HeldRun:
     def kind(self) -> Any:
         """The types of its records; the runs of one loop have the same."""
         return (self.inputs.kind, *self.parts.kinds)
+
+
+@contextmanager
+def errors_of(models: Sequence[RunLM]) -> Iterator[None]:
+    """Raise the error of a model's callback in place of the `RuntimeError` of the step that called it.
+
+    A model whose steps call Python has a method `take_failure() -> BaseException | None`.
+    """
+    try:
+        yield
+    except RuntimeError:
+        for lm in models:
+            failure = lm.take_failure() if hasattr(lm, "take_failure") else None
+            if failure is not None:
+                raise failure from None
+        raise
 
 
 def with_listing(cache: Any, listing: Listing) -> Any:
@@ -477,9 +506,10 @@ def _take_together(ready: Sequence[tuple[Run, list[Any]]], most_turns: int) -> l
         while left > 0:
             standings = [Held(Standing(run.live, run.start)) for run in taking_part]
             started = time.perf_counter()
-            lives, starts, conditions = run_turns_together(
-                addresses_of(jobs), jobs[0].record, addresses_of(standings), standings[0].record, min(turns, left)
-            )
+            with errors_of(ready[0][0].models):
+                lives, starts, conditions = run_turns_together(
+                    addresses_of(jobs), jobs[0].record, addresses_of(standings), standings[0].record, min(turns, left)
+                )
             spent = time.perf_counter() - started
             for place, run in enumerate(taking_part):
                 run.live = lives[place]

@@ -14,6 +14,9 @@ from specbeam.core.lm import LM
 from specbeam.doors.progress import show_compilation
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
+from specbeam.models.chains.lm import ChainLM
+from specbeam.models.chains.loading import check_served_options, served_models
+from specbeam.models.chains.targets import opened_target
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.engines import MAPPING, advice_for_object, check_engine
 from specbeam.models.huggingface import HuggingFaceLM, vocab_of
@@ -55,7 +58,9 @@ class Pair:
     target_model: "PreTrainedModel"
     draft_model: "PreTrainedModel | None"
     tokenizer: "PreTrainedTokenizerBase | None"
-    target: HuggingFaceLM | MemoryLM = field(repr=False)  # scores forests with `target_model`; with memory see `hmt`
+    target: HuggingFaceLM | MemoryLM | ChainLM = field(
+        repr=False
+    )  # scores forests with `target_model`; with memory see `hmt`
     draft: LM | None = field(repr=False)  # scores forests with `draft_model` or a head
 
     def __repr__(self) -> str:
@@ -106,6 +111,8 @@ class Pair:
 
 def _said(lm: Any) -> str:
     """Return the class, the size and the engine of a model, as far as they are known."""
+    if isinstance(lm, ChainLM):
+        return lm.model_name
     name = type(lm.model).__name__ if hasattr(lm, "model") else type(lm).__name__
     facts = []
     if isinstance(lm, HuggingFaceLM):
@@ -139,6 +146,8 @@ def load(
             causal language model, or an encoder-decoder model for translation, summarisation or speech, whose prompts are
             sources. A path may be a GGUF file, or a folder with one (docs/quantised.md); or an adapter of peft, which is
             merged into its base model (docs/models.md).
+            "vllm:MODEL" and engine objects of vLLM are run by vLLM, and "openai:URL" by a server that lists
+            log-probabilities of token ids (docs/on_vllm.md); their drafts are models, or made without a model.
         draft: None for methods without a draft model; otherwise one of:
             - a model, given like the target. Its tokens must be the target's; it may have a padded vocabulary, and tokens
               of only one of both models are never drafted (docs/models.md).
@@ -205,6 +214,8 @@ def load(
         UnsupportedModel: a model cannot score a token tree, or does not generate text.
         BrokenLaw: a model's logits are NaN or infinite.
         VocabularyMismatch: draft and target have different tokens at the same ids.
+        ServerGone, ServerRefused: the server of "openai:URL" does not answer, or refuses.
+        MissingPackage: vLLM is not installed.
         NotSupported: a package is missing, `engine` cannot run the model, the model cannot be rounded in this way, or its
             files hold weights that were rounded in a way that cannot be read.
     """
@@ -230,6 +241,22 @@ def load(
     )
     rounded_kv: KVType = kv or "float32"
     is_spread = device_map is not None or tensor_parallel
+    opened = opened_target(target, dtype, tokenizer)
+    if opened is not None:
+        check_served_options(
+            {
+                "quantize": quantize is not None,
+                "compile": compile,
+                "device_map": device_map is not None,
+                "tensor_parallel": tensor_parallel,
+                "kv": kv is not None,
+                "engine": engine != "auto",
+            }
+        )
+        of_draft = DraftOptions(check, False, share_from, probe)
+        given_of_draft = {"quantize_draft": quantize_draft, "draft_vocab": draft_vocab}
+        draft_dtype = "auto" if isinstance(target, str) else dtype
+        return Pair(*served_models(opened, draft, tokenizer, draft_dtype, torch_device, of_draft, **given_of_draft))
     if is_spread:
         check_spread(target, quantize, compile, device_map, tensor_parallel, kv)
     if tensor_parallel:

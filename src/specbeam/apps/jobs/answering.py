@@ -8,7 +8,7 @@ from specbeam import Beam, Generation, Method, Pair
 from specbeam.apps.jobs.rows import JobRow, row_seed
 from specbeam.core import TURNS, Decoder
 from specbeam.doors import Request, Settings, source_length, usual_method
-from specbeam.errors import BadSetting, NotSupported, SpecbeamError, TooFewAnswers
+from specbeam.errors import BadSetting, NotSupported, ServerGone, SpecbeamError, TooFewAnswers
 from specbeam.recipes import resolve
 
 # The columns of an answer with their types, for typed tables; `id` is a text or an integer.
@@ -76,6 +76,8 @@ def answer_rows(
 
     A row that fails gets an answer with its error, and does not affect other rows.
 
+    Raises `ServerGone` if the program that runs the target does not answer any more.
+
     Args:
         after_step: called after each step of the decoder.
     """
@@ -98,8 +100,17 @@ def answer_rows(
             after_step()
             over = [asked for asked in under_way if all(session.over for session in asked.request.sessions)]
             under_way = [asked for asked in under_way if asked not in over]
+            _raise_if_target_is_gone(over)
             for asked in over:
                 yield _answer(work, asked)
+
+
+def _raise_if_target_is_gone(over: Iterable[_Asked]) -> None:
+    """Raise `ServerGone` if a row failed with it: all later rows would, and a resumed job decodes this one again."""
+    for asked in over:
+        for session in asked.request.sessions:
+            if isinstance(session.failure, ServerGone):
+                raise session.failure
 
 
 def _ask(work: Work, row: JobRow) -> _Asked | AnsweredRow:

@@ -35,8 +35,13 @@ else:
 
 if numba is not None:
     from llvmlite import ir
+    from llvmlite.binding import ffi
     from numba import types
     from numba.extending import intrinsic, overload
+
+    # vLLM reads the `__dict__` of every object of every loaded module, and llvmlite's library takes any name for one of its
+    # C functions.
+    getattr(ffi.lib, "_fntab", {}).setdefault("__dict__", {})
 
 AVAILABLE = numba is not None and not numba.config.DISABLE_JIT and os.environ.get("SPECBEAM_KERNELS") != "off"
 Array = Any  # numba infers the types

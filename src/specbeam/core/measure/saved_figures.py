@@ -74,9 +74,14 @@ def _without_names(config: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def weights_key(model: "torch.nn.Module | None") -> str | None:
-    """Return a hash of 16 numbers of every weight, to distinguish models of equal shapes; None for no model."""
+    """Return a hash of 16 numbers of every weight, to distinguish models of equal shapes; None for no model.
+
+    For a model whose weights another program has (`ServedModel`) it is the model's name.
+    """
     if model is None:
         return None
+    if not hasattr(model, "parameters"):
+        return str(model.name_or_path)
     samples = []
     for weight in model.parameters():
         stride = max(weight.numel() // 16, 1)

@@ -1,0 +1,278 @@
+"""SCORE: a target that another program runs, as a language model of the protocol."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int64
+
+from specbeam.core import compiling
+from specbeam.core.answers import LOGITS, scored_rows
+from specbeam.core.callbacks import Callback
+from specbeam.core.errors import NotSupported
+from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.core.guard import ThreadGuard
+from specbeam.core.laws.listing import EQUALS
+from specbeam.core.lm import checked_needs
+from specbeam.core.measure.profiler import span
+from specbeam.core.ranked import WHOLE, Listing
+from specbeam.core.records import Needs, Scored, Turn
+from specbeam.core.session import Session
+from specbeam.core.verify.walk import MatchRule, PathRule
+from specbeam.models.chains.chains import Chain, ForestChains, Likeliest, Scorer, chains_of
+from specbeam.models.chains.rows import filled_rows, ranked_of, undecided_rows, whole_of
+from specbeam.models.chains.runs import ChainRun, Goal, Job, jobs_of
+
+BY_KEPT_TOKENS = (MatchRule, PathRule)  # rules that read the kept tokens of a row and its logsumexp, and nothing else
+
+
+class ChainLM:
+    """A target that scores chains of tokens, such as vLLM; its cache of keys and values is its own affair.
+
+    Args:
+        scorer: the engine.
+
+    Attributes:
+        passes: number of round trips so far.
+        chains: number of chains scored so far.
+        guard: allows one thread at a time.
+    """
+
+    keeps_nodes = True
+    shares_passes = True
+    returns_lists = True
+    supports_runs = compiling.AVAILABLE
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer = scorer
+        self.vocab = scorer.vocab
+        self.max_positions = scorer.max_positions
+        self.guard = ThreadGuard()
+        self.passes = 0
+        self.chains = 0
+        self._callback = Callback(self.score_jobs)
+        self._numbers = itertools.count()
+        self._sessions: dict[int, Session] = {}
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model that the engine runs."""
+        return self.scorer.name
+
+    def lacks(self, needs: Needs) -> str:
+        """Return the reason why this target cannot provide these needs; "" if it can."""
+        if needs.states or needs.exit_layer is not None:
+            return f"{self.scorer.name} returns log-probabilities only, and no hidden states"
+        if needs.ranked > self.scorer.most_listed:
+            return f"{self.scorer.name} lists up to {self.scorer.most_listed} tokens ({self.scorer.more_listed})"
+        return ""
+
+    def extend(
+        self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
+    ) -> list[Scored]:
+        checked = checked_needs(self, len(sessions), needs)
+        jobs = []
+        for session, forest, need in zip(sessions, forests, checked, strict=True):
+            start = session.state.get(self, 0)
+            session.state[self] = forest.size
+            wanted = unknown_nodes(start, forest.size, forest.known.nodes)
+            count = self._count_for(session) if need.logits else need.ranked
+            jobs.append(self._chains(session, forest, wanted, count))
+        found = self._scored(jobs)
+        return [self._answer(session, need, rows) for session, need, rows in zip(sessions, checked, found, strict=True)]
+
+    def _answer(self, session: Session, needs: Needs, rows: Likeliest) -> Scored:
+        """Return the rows of a session's new nodes in the form that its parts need."""
+        if not needs.logits:
+            return Scored(ranked=ranked_of(rows, Listing(needs.ranked), self.vocab))
+        return scored_rows(needs, torch.from_numpy(self._whole(session, rows)))
+
+    def _count_for(self, session: Session) -> int:
+        """Return the number of tokens to list for a turn that reads whole rows.
+
+        Raises `NotSupported` if the law of the session needs more than the engine lists.
+        """
+        kept = kept_tokens(session)
+        if kept and kept < min(self.scorer.most_listed, self.vocab):
+            return min(kept + EQUALS, self.scorer.most_listed, self.vocab)
+        self._check_whole(session)
+        return self.vocab
+
+    def _check_whole(self, session: Session) -> None:
+        """Raise `NotSupported` if the engine cannot return whole rows."""
+        if self.scorer.most_listed < self.vocab:
+            raise NotSupported(
+                f"{law_in_words(session)} needs the probabilities of all {self.vocab:,} tokens, and {self.scorer.name} "
+                f"lists {self.scorer.most_listed}: give top_k, or {self.scorer.more_listed}"
+            )
+
+    def _whole(self, session: Session, rows: Likeliest) -> Float32[np.ndarray, "rows vocab"]:
+        """Return whole rows of a session, filled up if its law reads the listed tokens only."""
+        if rows.tokens.shape[1] == self.vocab:
+            return whole_of(rows, self.vocab)
+        if len(undecided_rows(rows, kept_tokens(session))):
+            raise NotSupported(
+                f"{self.scorer.name} lists {rows.tokens.shape[1]} tokens, of which too many are equally likely to decide "
+                f"{law_in_words(session)}: {self.scorer.more_listed}"
+            )
+        return filled_rows(rows, self.vocab)
+
+    def _chains(self, session: Session, forest: Forest, wanted: Int64[np.ndarray, " n"], count: int) -> ForestChains:
+        return chains_of(session.texts, session.prompt, forest, wanted, count, session.namespace)
+
+    def _scored(self, jobs: Sequence[ForestChains]) -> list[Likeliest]:
+        """Return the rows of the wanted nodes of each job, by one call of the engine."""
+        every: list[Chain] = [chain for job in jobs for chain in job.chains]
+        answers: list[Likeliest] = []
+        if every:
+            with span("model"):
+                answers = self.scorer.score(every)
+            self.passes += 1
+            self.chains += len(every)
+        found = []
+        start = 0
+        for job in jobs:
+            own = answers[start : start + len(job.chains)]
+            start += len(job.chains)
+            found.append(_of_nodes(job, own))
+        return found
+
+    def listing_for(self, session: Session, asked: Listing) -> Listing:
+        """Return the lists that runs of a session get; WHOLE if its laws need whole rows.
+
+        Raises `NotSupported` if they need more than the engine lists.
+
+        Args:
+            asked: the lists that the session's parts ask for; WHOLE if a part needs whole rows.
+        """
+        kept = kept_tokens(session)
+        if asked.length == 0 and kept and kept < self.scorer.most_listed:
+            return WHOLE  # filled rows, see `_count_for`
+        truncation = session.warp.cut
+        sums_warm_rows = truncation.temperature != 1 and truncation.top_k == 0
+        if asked.length == 0 or asked.by_noise or sums_warm_rows:
+            self._check_whole(session)
+            return WHOLE
+        if self.scorer.most_listed >= self.vocab:
+            return asked
+        most = self.scorer.most_listed - 1  # one more bounds the others
+        if asked.length - EQUALS > most:
+            raise NotSupported(
+                f"{law_in_words(session)} needs lists of {asked.length - EQUALS + 1} tokens, and {self.scorer.name} lists "
+                f"{self.scorer.most_listed}: keep fewer beams or draft beams, or {self.scorer.more_listed}"
+            )
+        return asked._replace(length=min(asked.length, most))
+
+    def for_run(
+        self, session: Session, fresh: int, beams: int, more: int, needs: Needs = LOGITS
+    ) -> AbstractContextManager[ChainRun | None] | None:
+        """See `RunLM.for_run`."""
+        return self._cache(session, fresh + beams)
+
+    @contextmanager
+    def _cache(self, session: Session, fresh: int) -> Iterator[ChainRun]:
+        """Yield the record of a session for runs, with capacity for turns of up to `fresh` new nodes."""
+        held = session.state.get((ChainRun, self))
+        start = session.start
+        size = len(start.tokens)
+        if held is None or len(held.tokens) < size + 4 * fresh + 256:
+            capacity = 2 * (size + 4 * fresh + 256)
+            number = next(self._numbers) if held is None else held.session
+            arrays = np.zeros((2, capacity), dtype=np.int64)
+            size_of_forest = np.zeros(1, dtype=np.int64)
+            address = self._callback.address
+            held = ChainRun(number, self.vocab, WHOLE, address, arrays[0], arrays[1], size_of_forest)
+            session.state[(ChainRun, self)] = held
+            self._sessions[number] = session
+        held.tokens[:size] = start.tokens
+        held.parents[:size] = start.parents
+        held.size[0] = size
+        yield held
+
+    def finish_run(self, session: Session, passes: int, roots: int) -> None:
+        """See `RunLM.finish_run`; round trips are counted when they are made."""
+
+    def take_failure(self) -> BaseException | None:
+        """Return the error of the last call of a run, once; None if there was none."""
+        failure = self._callback.failure
+        self._callback.failure = None
+        return failure
+
+    def score_jobs(self, *numbers: int) -> None:
+        """Score the forests of a run; `runs.scored_by_callback` passes the numbers."""
+        jobs, goal, is_listed = jobs_of(numbers)
+        counts = [self._count_of_job(job, goal, is_listed) for job in jobs]
+        forests = [Forest(job.tokens.copy(), job.parents.copy()) for job in jobs]
+        asked = []
+        for job, forest, count in zip(jobs, forests, counts, strict=True):
+            asked.append(self._chains(self._sessions[job.session], forest, job.wanted.copy(), count))
+        start = 0
+        for job, rows in zip(jobs, self._scored(asked), strict=True):
+            place = slice(start, start + len(job.wanted))
+            start = place.stop
+            self._write(goal, place, self._sessions[job.session], rows, is_listed)
+
+    def _count_of_job(self, job: Job, goal: Goal, is_listed: bool) -> int:
+        """Return the number of tokens to list for the rows of a job."""
+        if is_listed:
+            return min(goal.logits.shape[1] + 1, self.vocab)
+        return self._count_for(self._sessions[job.session])
+
+    def _write(self, goal: Goal, place: slice, session: Session, rows: Likeliest, is_listed: bool) -> None:
+        """Write the rows of a session to the arrays of a run."""
+        if not is_listed:
+            goal.logits[place] = self._whole(session, rows)
+            return
+        temperature = session.warp.cut.temperature
+        ranked = ranked_of(rows, Listing(goal.logits.shape[1], False, temperature), self.vocab)
+        goal.tokens[place] = ranked.tokens
+        goal.logits[place] = ranked.logits
+        goal.sums[:, place] = np.stack([ranked.norms, ranked.warm, ranked.rest])
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        session.state.pop(self, None)
+
+    def peak(self, session: Session) -> int:
+        """Return 0: the engine does not say how many tokens it stores."""
+        return 0
+
+    def close(self, session: Session) -> None:
+        session.state.pop(self, None)
+        held = session.state.pop((ChainRun, self), None)
+        if held is not None:
+            self._sessions.pop(held.session, None)
+
+
+def kept_tokens(session: Session) -> int:
+    """Return the number of likeliest tokens of each row that the law of a session reads; 0: it may read all of them."""
+    warp = session.warp
+    parts = session.parts
+    reads_more = bool(warp.processors) or bool(warp.others) or session.audited or parts.own_needs != LOGITS
+    if reads_more or type(parts.rule) not in BY_KEPT_TOKENS:
+        return 0
+    if warp.greedy:
+        return 1
+    return max(warp.truncation.top_k, warp.truncation.least) if warp.truncation.top_k > 0 else 0
+
+
+def law_in_words(session: Session) -> str:
+    """Return the law of a session with its settings, for errors."""
+    settings = session.warp.truncation
+    named = {"temperature": (settings.temperature, 1), "top_p": (settings.top_p, 1), "min_p": (settings.min_p, 0)}
+    given = [f"{name}={value:g}" for name, (value, off) in named.items() if value != off]
+    if session.warp.processors:
+        given.append("logits processors or a constraint")
+    return f"{session.parts.law.split(';')[0]}{' with ' if given else ''}{', '.join(given)}"
+
+
+def _of_nodes(job: ForestChains, answers: Sequence[Likeliest]) -> Likeliest:
+    """Return the rows of the wanted nodes of a forest, in their order."""
+    if not answers:
+        return Likeliest(np.zeros((0, 1), dtype=np.int64), np.zeros((0, 1)))
+    rows = [answer.tokens.shape[0] for answer in answers]
+    starts = np.cumsum([0, *rows[:-1]])
+    places = starts[job.chain_of] + job.row_of
+    tokens = np.concatenate([answer.tokens for answer in answers])[places]
+    return Likeliest(tokens, np.concatenate([answer.logp for answer in answers])[places])
