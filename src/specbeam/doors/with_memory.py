@@ -75,7 +75,7 @@ def hmt(
             f"the draft of this pair is {type(pair.draft).__name__}, which uses states or the cache of the target without "
             "memory; load the pair without this draft, or with a separate draft model"
         )
-    target = pair.target
+    target = pair.target if isinstance(pair.target, HuggingFaceLM) else pair.forgetful_target
     remembering = target if memory is None else _remembering(target, memory, query)
     draft: LM | None = pair.draft
     if isinstance(draft, HuggingFaceLM) and draft_memory is not None:

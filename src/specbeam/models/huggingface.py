@@ -865,8 +865,9 @@ WITH_RANGES = (
 
 def vocab_of(model: "PreTrainedModel") -> int:
     """Return the number of a model's logits, also of a `ServedModel`."""
-    if not isinstance(model, torch.nn.Module):
-        return int(model.vocab)
+    served: Any = model
+    if not hasattr(served, "get_output_embeddings"):
+        return int(served.vocab)
     return int(model.get_output_embeddings().weight.shape[0])
 
 

@@ -81,8 +81,12 @@ class Pair:
     def forgetful_target(self) -> HuggingFaceLM:
         """The target, for code that calls its model directly.
 
-        Raises `NotSupported` for a target with memory and for an encoder-decoder model.
+        Raises `NotSupported` for a target with memory or an encoder, or one that another program runs.
         """
+        if isinstance(self.target, ChainLM):
+            raise NotSupported(
+                f"{self.target.model_name} runs the target, and this operation needs the model itself; load it from its files"
+            )
         if isinstance(self.target, MemoryLM):
             raise NotSupported(
                 "the target of this pair has a memory (sb.hmt), and this operation needs the plain model; give the pair "

@@ -253,7 +253,13 @@ def _target_curve(target: LM | None, draft: LM | None) -> CostCurve:
 
 
 def _curve(lm: LM | None, role: str) -> CostCurve:
-    """Return the cost curve of a model; a constant by `role`, "target" or "draft", for models without one."""
+    """Return the cost curve of a model; a constant by `role`, "target" or "draft", for models without one.
+
+    A user's own model may have an attribute `cost_curve`.
+    """
+    own: CostCurve | None = getattr(lm, "cost_curve", None)
+    if own is not None:
+        return own
     if isinstance(lm, (HuggingFaceLM, HeadLM, SkippingLM)):
         return curve_of(lm)
     return CostCurve((1,), (UNMEASURED_S[role],))

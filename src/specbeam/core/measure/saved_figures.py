@@ -73,7 +73,7 @@ def _without_names(config: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def weights_key(model: "torch.nn.Module | None") -> str | None:
+def weights_key(model: Any) -> str | None:
     """Return a hash of 16 numbers of every weight, to distinguish models of equal shapes; None for no model.
 
     For a model whose weights another program has (`ServedModel`) it is the model's name.
@@ -83,7 +83,8 @@ def weights_key(model: "torch.nn.Module | None") -> str | None:
     if not hasattr(model, "parameters"):
         return str(model.name_or_path)
     samples = []
-    for weight in model.parameters():
+    module: torch.nn.Module = model
+    for weight in module.parameters():
         stride = max(weight.numel() // 16, 1)
         # Quantised tensors of other libraries consist of several plain ones and cannot be flattened.
         if hasattr(weight, "to_local"):  # sharded over several processes

@@ -17,13 +17,13 @@ class Chain(NamedTuple):
     Attributes:
         tokens: the whole text, the prompt included.
         first: position of the first token whose row is wanted; the row of a token is the law of the token after it.
-        count: number of likeliest tokens to return for each row.
+        listed: number of likeliest tokens to return for each row.
         namespace: texts of different namespaces share no cached tokens.
     """
 
     tokens: list[int]
     first: int
-    count: int
+    listed: int
     namespace: str = ""
 
     @property
@@ -41,8 +41,8 @@ class Likeliest:
         logp: log-probabilities under the model's whole law.
     """
 
-    tokens: Int64[np.ndarray, "rows count"]
-    logp: Float[np.ndarray, "rows count"]
+    tokens: Int64[np.ndarray, "rows listed"]
+    logp: Float[np.ndarray, "rows listed"]
 
 
 @runtime_checkable
@@ -52,9 +52,10 @@ class Scorer(Protocol):
     Attributes:
         vocab: number of tokens.
         max_positions: the largest number of tokens of a text; None: no limit.
-        most_listed: the largest `count` of a chain; `vocab` for engines that return whole rows.
+        most_listed: the largest `listed` of a chain; `vocab` for engines that return whole rows.
         more_listed: what a user can do to get longer lists, for errors.
         name: of the model, for errors and reports.
+        engine: a short name of the kind of engine.
     """
 
     vocab: int
@@ -62,6 +63,7 @@ class Scorer(Protocol):
     most_listed: int
     more_listed: str
     name: str
+    engine: str
 
     def score(self, chains: Sequence[Chain]) -> list[Likeliest]:
         """Return the likeliest tokens of all rows of each chain, in one round trip if possible.
@@ -94,7 +96,7 @@ def chains_of(
     prompt: Sequence[int],
     forest: Forest,
     wanted: Int64[np.ndarray, " wanted"],
-    count: int,
+    listed: int,
     namespace: str,
 ) -> ForestChains:
     """Return as few chains as cover the wanted nodes of a forest.
@@ -103,7 +105,7 @@ def chains_of(
         texts: the new tokens of the live beams, whose last tokens are the roots.
         prompt: the tokens before them.
         wanted: forest nodes, ascending.
-        count: see `Chain`.
+        listed: see `Chain`.
         namespace: see `Chain`.
     """
     depths = forest.depths()
@@ -127,7 +129,7 @@ def chains_of(
                 first = position
             position -= 1
         firsts.append(first - (len(tokens) - 1 - int(depths[leaf])))  # as a depth
-        chains.append(Chain(tokens, first, count, namespace))
+        chains.append(Chain(tokens, first, listed, namespace))
     row_of = depth_of - np.array(firsts, dtype=np.int64)[chain_of] if len(wanted) else depth_of
     return ForestChains(chains, chain_of, row_of)
 

@@ -71,6 +71,7 @@ class VllmScorer:
         run: scores requests, each a list of token ids with its sampling parameters, and returns their outputs in order.
     """
 
+    engine = "vllm"
     more_listed = "start vLLM with max_logprobs=-1"
 
     def __init__(self, config: Any, run: "Callable[[list[tuple[Chain, SamplingParams]]], list[RequestOutput]]") -> None:
@@ -84,7 +85,7 @@ class VllmScorer:
                 f"vLLM was started with logprobs_mode={model.logprobs_mode!r}, and specbeam reads log-probabilities; leave "
                 "it out"
             )
-        self.engine: Any = None  # of vLLM, for its other uses
+        self.of_vllm: Any = None  # the engine object, for its other uses
         self._run = run
         self._parameters: dict[tuple[int, bool], Any] = {}
 
@@ -98,9 +99,9 @@ class VllmScorer:
         late = iter(self._outputs([one for singles in again for one in singles]))
         found = []
         for chain, output, singles in zip(chains, outputs, again, strict=True):
-            parts = [_last_row(next(late), single.count) for single in singles]
+            parts = [_last_row(next(late), single.listed) for single in singles]
             parts += _rows_within(output, chain, len(singles))
-            found.append(joined([*parts, _last_row(output, chain.count)]))
+            found.append(joined([*parts, _last_row(output, chain.listed)]))
         return found
 
     def _outputs(self, chains: Sequence[Chain]) -> "list[RequestOutput]":
@@ -117,7 +118,7 @@ class VllmScorer:
         """Return the sampling parameters of a chain, which are the same for all chains of its kind."""
         from vllm import SamplingParams
 
-        count = chain.count
+        count = chain.listed
         key = (count, chain.rows > 1)
         if key not in self._parameters:
             self._parameters[key] = SamplingParams(
@@ -139,7 +140,7 @@ def _rows_within(output: "RequestOutput", chain: Chain, known: int) -> list[Like
     if rows == 0:
         return []
     given = output.prompt_logprobs
-    return [_flat_rows(given, len(given) - rows, rows, chain.count)]
+    return [_flat_rows(given, len(given) - rows, rows, chain.listed)]
 
 
 def _last_row(output: "RequestOutput", count: int) -> Likeliest:
@@ -166,7 +167,7 @@ def offline_scorer(engine: "LLM") -> VllmScorer:
         return engine.generate(prompts, [parameters for _, parameters in requests], use_tqdm=False)
 
     scorer = VllmScorer(engine.llm_engine.vllm_config, run)
-    scorer.engine = engine
+    scorer.of_vllm = engine
     return scorer
 
 

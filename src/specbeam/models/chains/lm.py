@@ -1,8 +1,10 @@
 """SCORE: a target that another program runs, as a language model of the protocol."""
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -11,6 +13,7 @@ from jaxtyping import Float32, Int64
 from specbeam.core import compiling
 from specbeam.core.answers import LOGITS, scored_rows
 from specbeam.core.callbacks import Callback
+from specbeam.core.control.cost import CostCurve
 from specbeam.core.errors import NotSupported
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.guard import ThreadGuard
@@ -24,7 +27,10 @@ from specbeam.core.verify.walk import MatchRule, PathRule
 from specbeam.models.chains.chains import Chain, ForestChains, Likeliest, Scorer, chains_of
 from specbeam.models.chains.rows import filled_rows, ranked_of, undecided_rows, whole_of
 from specbeam.models.chains.runs import ChainRun, Goal, Job, jobs_of
+from specbeam.models.made_up import made_up_prompt
 
+MEASURED_CHAINS = (1, 4, 16)  # of the round trips that are timed for `cost_curve`
+MEASURED_TOKENS = 24  # before the last token of each chain
 BY_KEPT_TOKENS = (MatchRule, PathRule)  # rules that read the kept tokens of a row and its logsumexp, and nothing else
 
 
@@ -38,6 +44,8 @@ class ChainLM:
         passes: number of round trips so far.
         chains: number of chains scored so far.
         guard: allows one thread at a time.
+        engine: a short name of the kind of engine.
+        device: of the rows that it returns.
     """
 
     keeps_nodes = True
@@ -50,6 +58,8 @@ class ChainLM:
         self.vocab = scorer.vocab
         self.max_positions = scorer.max_positions
         self.guard = ThreadGuard()
+        self.engine = scorer.engine
+        self.device = torch.device("cpu")  # of its rows
         self.passes = 0
         self.chains = 0
         self._callback = Callback(self.score_jobs)
@@ -60,6 +70,21 @@ class ChainLM:
     def model_name(self) -> str:
         """The name of the model that the engine runs."""
         return self.scorer.name
+
+    @cached_property
+    def cost_curve(self) -> CostCurve:
+        """The seconds of a round trip by its number of chains, measured at the first use."""
+        prompt = made_up_prompt(MEASURED_TOKENS, self.vocab)
+        seconds = []
+        for chains in MEASURED_CHAINS:
+            texts = [Chain([*prompt, number % self.vocab], MEASURED_TOKENS, 8, "") for number in range(chains)]
+            seconds.append(min(self._seconds_of(texts) for _ in range(2)))
+        return CostCurve(MEASURED_CHAINS, tuple(seconds))
+
+    def _seconds_of(self, chains: list[Chain]) -> float:
+        began = time.perf_counter()
+        self.scorer.score(chains)
+        return time.perf_counter() - began
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why this target cannot provide these needs; "" if it can."""

@@ -48,9 +48,7 @@ def served_models(
     source = opened.source if tokenizer is None else tokenizer
     own_tokenizer = None if source in (None, False) else read_tokenizer(source)
     scorer = opened.scorer
-    target_model = ServedModel(
-        opened.source or scorer.name, scorer.vocab, opened.config, generation_config_of(opened.source)
-    )
+    target_model = ServedModel(opened.source or scorer.name, scorer.vocab, opened.config, generation_config_of(opened))
     target = ChainLM(scorer)
     _check_draft(draft, scorer.name)
     given = GivenDraft(draft, quantize=more["quantize_draft"])
@@ -80,14 +78,16 @@ def check_served_options(given: dict[str, bool]) -> None:
         )
 
 
-def generation_config_of(source: str | None) -> Any:
-    """Return the generation config in a folder or hub repository; None if there is none."""
+def generation_config_of(opened: OpenedTarget) -> Any:
+    """Return the generation config of a target, or one with its end token only; None if neither is known."""
     from transformers import GenerationConfig
 
-    if source is None:
+    if opened.eos is not None:
+        return GenerationConfig(eos_token_id=opened.eos)
+    if opened.source is None:
         return None
     try:
-        return GenerationConfig.from_pretrained(source)
+        return GenerationConfig.from_pretrained(opened.source)
     except (OSError, ValueError):
         return None
 

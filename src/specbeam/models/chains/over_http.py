@@ -120,6 +120,7 @@ class Server:
 class HttpScorer:
     """Scores chains by requests to a server, a list of texts in each."""
 
+    engine = "server"
     more_listed = "start the server with longer lists (vLLM: --max-logprobs -1)"
 
     def __init__(self, server: Server, name: str, vocab: int, max_positions: int | None, most_listed: int) -> None:
@@ -136,7 +137,7 @@ class HttpScorer:
         flat = [text for own in texts for text in own]
         groups: dict[tuple[int, bool], list[int]] = {}
         for place, text in enumerate(flat):
-            groups.setdefault((text.count, text.rows > 1), []).append(place)
+            groups.setdefault((text.listed, text.rows > 1), []).append(place)
         answers: list[Likeliest | None] = [None] * len(flat)
         asked = {places[0]: places for places in groups.values()}
         sent = {first: self._pool.submit(self.ask, [flat[place] for place in asked[first]]) for first in asked}
@@ -156,10 +157,10 @@ class HttpScorer:
 
     def checked(self, found: Likeliest, chain: Chain) -> Likeliest:
         """Return rows that a server has returned. Raises `ServerRefused` if tokens are missing or unknown."""
-        if found.tokens.shape != (chain.rows, chain.count) or found.tokens.max(initial=0) >= self.vocab:
+        if found.tokens.shape != (chain.rows, chain.listed) or found.tokens.max(initial=0) >= self.vocab:
             raise ServerRefused(
                 f"{self.name} listed {found.tokens.shape[1]} tokens of up to {found.tokens.max(initial=0)} in each of "
-                f"{found.tokens.shape[0]} rows; expected {chain.count} tokens below {self.vocab} in {chain.rows} rows. Give "
+                f"{found.tokens.shape[0]} rows; expected {chain.listed} tokens below {self.vocab} in {chain.rows}. Give "
                 "the tokenizer of the model that the server runs: load(tokenizer=...)"
             )
         return found
@@ -188,11 +189,11 @@ class VllmServer(HttpScorer):
             "prompt": [text.tokens for text in texts],
             "max_tokens": 1,
             "temperature": 0,
-            "logprobs": first.count,
+            "logprobs": first.listed,
             "return_tokens_as_token_ids": True,
         }
         if first.rows > 1:
-            body["prompt_logprobs"] = first.count
+            body["prompt_logprobs"] = first.listed
         if first.namespace:
             body["cache_salt"] = first.namespace
         answer = self.server.post(f"{self.server.path}/completions", body)
@@ -208,14 +209,14 @@ def _of_choice(choice: dict[str, Any], text: Chain) -> Likeliest:
         rows += [[(int(token), float(one["logprob"])) for token, one in given.items()] for given in within]
     last = choice["logprobs"]["top_logprobs"][0]
     rows.append([(int(token.removeprefix("token_id:")), float(value)) for token, value in last.items()])
-    return _likeliest(rows, text.count)
+    return _likeliest(rows, text.listed)
 
 
 class SglangServer(HttpScorer):
     """SGLang's native API: top log-probabilities of the input from a position on, and of the token after it."""
 
     def ask(self, texts: Sequence[Chain]) -> list[Likeliest]:
-        count = texts[0].count
+        count = texts[0].listed
         body = {
             "input_ids": [text.tokens for text in texts],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
@@ -234,7 +235,7 @@ def _of_meta(meta: dict[str, Any], text: Chain) -> Likeliest:
         within = meta["input_top_logprobs"][-(text.rows - 1) :]
         rows += [[(int(one[1]), float(one[0])) for one in given] for given in within]
     rows.append([(int(one[1]), float(one[0])) for one in meta["output_top_logprobs"][0]])
-    return _likeliest(rows, text.count)
+    return _likeliest(rows, text.listed)
 
 
 def _likeliest(rows: Sequence[Sequence[tuple[int, float]]], count: int) -> Likeliest:

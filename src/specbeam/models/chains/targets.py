@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from specbeam.core.errors import BadSetting, MissingFile
 from specbeam.models.chains.chains import Scorer
+from specbeam.models.chains.in_llama_cpp import opened_file
 from specbeam.models.chains.in_vllm import async_scorer, offline_scorer, vllm_engine
 from specbeam.models.chains.over_http import http_scorer, model_card, opened_server
 from specbeam.models.loading.tokenizers import read_tokenizer
@@ -19,11 +20,13 @@ class OpenedTarget(NamedTuple):
         scorer: scores chains.
         source: a path or hub id of the model's tokenizer and generation config; None if it is not known.
         config: the model's config, of transformers; None if it is not known.
+        eos: the end token, if only the engine knows it.
     """
 
     scorer: Scorer
     source: str | None
     config: Any = None
+    eos: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +126,12 @@ def open_server(wanted: Wanted) -> OpenedTarget:
     return OpenedTarget(http_scorer(server, card, vocab), str(source), config)
 
 
+def open_llama_cpp(wanted: Wanted) -> OpenedTarget:
+    """Return the target "llama.cpp:FILE". The text of its tokens is that of a tokenizer of transformers."""
+    scorer = opened_file(wanted.name)
+    return OpenedTarget(scorer, None, None, scorer.eos)
+
+
 def config_of(source: str) -> Any:
     """Return the config of a model's folder or hub repository; None if it cannot be read."""
     from transformers import AutoConfig
@@ -135,3 +144,4 @@ def config_of(source: str) -> Any:
 
 add_target("vllm", open_vllm)
 add_target("openai", open_server)
+add_target("llama.cpp", open_llama_cpp)

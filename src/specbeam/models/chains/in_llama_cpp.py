@@ -1,0 +1,219 @@
+"""Targets "llama.cpp:FILE": llama.cpp in this process scores chains; a forest is a set of sequence ids of its cache."""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+
+from specbeam.core.errors import BadCheckpoint, MissingFile, MissingPackage, ServerRefused
+from specbeam.models.chains.chains import Chain, Likeliest
+from specbeam.models.checkpoints.boundary import beginning
+
+TOGETHER = 32  # chains of a pass; as many sequences of the cache hold the chains of the pass before
+BATCH = 2048  # tokens of a call of llama.cpp
+CONTEXT = 8192  # tokens of the cache, shared by all sequences; or the model's own length, if that is more
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A token of a pass, which belongs to one or more chains.
+
+    Attributes:
+        token: its id.
+        position: in the text.
+        chains: numbers of the chains that contain it, of one beginning.
+    """
+
+    token: int
+    position: int
+    chains: tuple[int, ...]
+
+
+def entries_of(chains: Sequence[Chain], known: Sequence[int]) -> list[Entry]:
+    """Return the tokens of a pass: those of each chain from position `known` on, each beginning that chains share once.
+
+    Args:
+        known: number of first tokens of each chain that are in the cache already.
+    """
+    members: dict[tuple[int, ...], list[int]] = {}
+    for number, chain in enumerate(chains):
+        for position in range(known[number], len(chain.tokens)):
+            members.setdefault(tuple(chain.tokens[: position + 1]), []).append(number)
+    found = [Entry(text[-1], len(text) - 1, tuple(numbers)) for text, numbers in members.items()]
+    return sorted(found, key=lambda entry: entry.position)
+
+
+class LlamaCppScorer:
+    """Scores chains with llama.cpp's low-level API, by llama-cpp-python.
+
+    A pass computes the tokens that the cache does not hold, each once for all chains that share its text: a token has the
+    sequence ids of all of them. The logits of wanted tokens are ranked where llama.cpp has left them.
+
+    Args:
+        path: a GGUF file.
+
+    Raises:
+        MissingPackage: llama-cpp-python is not installed.
+        BadCheckpoint: llama.cpp cannot read the file.
+    """
+
+    engine = "llama.cpp"
+    more_listed = "its lists are of any length"
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import llama_cpp
+        except ImportError as error:
+            raise MissingPackage(
+                f"llama-cpp-python is not installed: pip install 'specbeam[llamacpp]'; the error is {beginning(error)}"
+            ) from error
+        self.api: Any = llama_cpp
+        self.name = f"llama.cpp ({path.name})"
+        self._silence()
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        if not self.model:
+            raise BadCheckpoint(f"llama.cpp could not load {path}; give a GGUF file of a model that it knows")
+        vocab = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
+        self.most_listed = self.vocab
+        self.max_positions: int | None = int(llama_cpp.llama_model_n_ctx_train(self.model))
+        end = int(llama_cpp.llama_vocab_eos(vocab))
+        self.eos = end if end >= 0 else None
+        self.context = llama_cpp.llama_init_from_model(self.model, self._settings())
+        if not self.context:
+            raise BadCheckpoint(f"llama.cpp could not make a context for {path}: there may be too little memory")
+        self.memory = llama_cpp.llama_get_memory(self.context)
+        self.batch = llama_cpp.llama_batch_init(BATCH, 0, 2 * TOGETHER)
+        self.held: dict[int, list[int]] = {}  # by sequence id, the texts in the cache
+
+    def _settings(self) -> Any:
+        """Return the parameters of a context with one cache for all sequences, in float32."""
+        found = self.api.llama_context_default_params()
+        found.n_ctx = max(CONTEXT, min(self.max_positions or CONTEXT, CONTEXT))
+        found.n_batch = BATCH
+        found.n_seq_max = 2 * TOGETHER
+        found.n_threads = len(os.sched_getaffinity(0))
+        found.n_threads_batch = found.n_threads
+        found.kv_unified = True
+        found.type_k = self.api.GGML_TYPE_F32
+        found.type_v = self.api.GGML_TYPE_F32
+        found.flash_attn_type = self.api.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        return found
+
+    def _silence(self) -> None:
+        """Keep llama.cpp from writing to the terminal."""
+        kind = self.api.llama_log_callback
+        self._log = kind(lambda level, text, data: None)
+        self.api.llama_log_set(self._log, ctypes.c_void_p(0))
+
+    def score(self, chains: Sequence[Chain]) -> list[Likeliest]:
+        """See `Scorer.score`; up to `TOGETHER` chains are one pass."""
+        found = []
+        for start in range(0, len(chains), TOGETHER):
+            found += self._scored(chains[start : start + TOGETHER])
+        return found
+
+    def _scored(self, chains: Sequence[Chain]) -> list[Likeliest]:
+        ids = self._free_ids(len(chains))
+        known = [self._take_over(chain, own) for chain, own in zip(chains, ids, strict=True)]
+        for own in self.held:
+            self.api.llama_memory_seq_rm(self.memory, own, -1, -1)
+        self.held = {own: chain.tokens for own, chain in zip(ids, chains, strict=True)}
+        rows: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in chains]
+        entries = entries_of(chains, known)
+        for start in range(0, len(entries), BATCH):
+            part = entries[start : start + BATCH]
+            self._fill(part, chains, ids)
+            self._decode()
+            for place, entry in enumerate(part):
+                wanting = [number for number in entry.chains if entry.position >= chains[number].first]
+                if wanting:
+                    logits = self._row(place)
+                    for number in wanting:
+                        rows[number].append(best_of(logits, chains[number].listed))
+        return [Likeliest(*(np.stack(column) for column in zip(*own, strict=True))) for own in rows]
+
+    def _free_ids(self, count: int) -> list[int]:
+        """Return sequence ids that hold no text."""
+        return [own for own in range(2 * TOGETHER) if own not in self.held][:count]
+
+    def _take_over(self, chain: Chain, own: int) -> int:
+        """Copy the longest known beginning of a chain to a sequence, up to its first wanted row. Returns its length."""
+        best = 0
+        source = -1
+        for other, text in self.held.items():
+            length = common_beginning(text, chain.tokens)
+            if length > best:
+                best = length
+                source = other
+        best = min(best, chain.first)
+        if best > 0:
+            self.api.llama_memory_seq_cp(self.memory, source, own, 0, best)
+        return best
+
+    def _fill(self, entries: Sequence[Entry], chains: Sequence[Chain], ids: Sequence[int]) -> None:
+        """Write the tokens of a pass into llama.cpp's batch."""
+        batch = self.batch
+        batch.n_tokens = len(entries)
+        for place, entry in enumerate(entries):
+            batch.token[place] = entry.token
+            batch.pos[place] = entry.position
+            batch.n_seq_id[place] = len(entry.chains)
+            for number, chain in enumerate(entry.chains):
+                batch.seq_id[place][number] = ids[chain]
+            batch.logits[place] = any(entry.position >= chains[number].first for number in entry.chains)
+
+    def _decode(self) -> None:
+        """Run the batch. Raises `ServerRefused` if llama.cpp refuses it."""
+        status = int(self.api.llama_decode(self.context, self.batch))
+        if status == 0:
+            return
+        self.api.llama_memory_clear(self.memory, True)
+        self.held = {}
+        why = "its cache is full; decode fewer or shorter texts together" if status == 1 else f"status {status}"
+        raise ServerRefused(f"{self.name} could not score {self.batch.n_tokens} tokens: {why}")
+
+    def _row(self, place: int) -> Float32[np.ndarray, " vocab"]:
+        """Return a view of the logits of a token of the batch."""
+        address = self.api.llama_get_logits_ith(self.context, place)
+        return np.ctypeslib.as_array(address, shape=(self.vocab,))
+
+    def close(self) -> None:
+        """Free the model and its cache."""
+        self.api.llama_batch_free(self.batch)
+        self.api.llama_free(self.context)
+        self.api.llama_model_free(self.model)
+
+
+def best_of(logits: Float32[np.ndarray, " vocab"], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of the `count` likeliest tokens in order, and their log-probabilities; equal ones by id."""
+    top = float(logits.max())
+    norm = top + float(np.log(np.exp(logits - np.float32(top), dtype=np.float64).sum()))
+    among = np.arange(len(logits))
+    if count < len(logits):
+        edge = np.partition(logits, len(logits) - count)[len(logits) - count]
+        among = np.flatnonzero(logits >= edge)
+    order = among[np.lexsort((among, -logits[among]))][:count]
+    return order, logits[order].astype(np.float64) - norm
+
+
+def common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of first tokens that two texts have in common."""
+    most = min(len(one), len(other))
+    for place in range(most):
+        if one[place] != other[place]:
+            return place
+    return most
+
+
+def opened_file(name: str) -> LlamaCppScorer:
+    """Return the scorer of a GGUF file. Raises `MissingFile` if there is none."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise MissingFile(f"{name!r} is no file; give llama.cpp:FILE, with a GGUF file")
+    return LlamaCppScorer(path)
