@@ -85,7 +85,7 @@ class Pair:
         """
         if isinstance(self.target, ChainLM):
             raise NotSupported(
-                f"{self.target.model_name} runs the target, and this operation needs the model itself; load it from its files"
+                f"{self.target.model_name} runs the target, and this operation needs the model itself: load its files"
             )
         if isinstance(self.target, MemoryLM):
             raise NotSupported(

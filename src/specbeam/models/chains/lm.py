@@ -26,7 +26,7 @@ from specbeam.core.session import Session
 from specbeam.core.verify.walk import MatchRule, PathRule
 from specbeam.models.chains.chains import Chain, ForestChains, Likeliest, Scorer, chains_of
 from specbeam.models.chains.rows import filled_rows, ranked_of, undecided_rows, whole_of
-from specbeam.models.chains.runs import ChainRun, Goal, Job, jobs_of
+from specbeam.models.chains.runs import ChainRun, ForestJob, Goal, jobs_of
 from specbeam.models.made_up import made_up_prompt
 
 MEASURED_CHAINS = (1, 4, 16)  # of the round trips that are timed for `cost_curve`
@@ -239,7 +239,7 @@ class ChainLM:
             start = place.stop
             self._write(goal, place, self._sessions[job.session], rows, is_listed)
 
-    def _count_of_job(self, job: Job, goal: Goal, is_listed: bool) -> int:
+    def _count_of_job(self, job: ForestJob, goal: Goal, is_listed: bool) -> int:
         """Return the number of tokens to list for the rows of a job."""
         if is_listed:
             return min(goal.logits.shape[1] + 1, self.vocab)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam.core.callbacks import Callback, array_at, call_back, integers_at
+from specbeam.core.callbacks import array_at, call_back, integers_at
 from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.compiling.held import address_of_record, held_at
 from specbeam.core.cycles import cycles
@@ -181,7 +181,7 @@ def settle_chain_run(
     cache.size[0] = beams + len(kept)
 
 
-class Job(NamedTuple):
+class ForestJob(NamedTuple):
     """The forest of a session, as a run passes it on; views that are valid during the call."""
 
     session: int
@@ -198,7 +198,7 @@ class Goal(NamedTuple):
     sums: Array  # float64[3, rows]
 
 
-def jobs_of(numbers: tuple[int, ...]) -> tuple[list[Job], Goal, bool]:
+def jobs_of(numbers: tuple[int, ...]) -> tuple[list[ForestJob], Goal, bool]:
     """Return the jobs of a callback, the arrays for their rows, and whether lists are wanted.
 
     Args:
@@ -207,13 +207,12 @@ def jobs_of(numbers: tuple[int, ...]) -> tuple[list[Job], Goal, bool]:
     at, count, total, columns, is_listed, tokens_at, logits_at, sums_at = numbers
     jobs = []
     for session, tokens, parents, nodes, wanted, rows in integers_at(at, count * JOB).reshape(count, JOB).tolist():
-        jobs.append(Job(session, integers_at(tokens, nodes), integers_at(parents, nodes), integers_at(wanted, rows)))
+        jobs.append(
+            ForestJob(session, integers_at(tokens, nodes), integers_at(parents, nodes), integers_at(wanted, rows))
+        )
     logits = array_at(logits_at, total * columns, ctypes.c_float).reshape(total, columns)
     if not is_listed:
         return jobs, Goal(np.zeros((0, 0), dtype=np.int64), logits, np.zeros((3, 0))), False
     tokens = integers_at(tokens_at, total * columns).reshape(total, columns)
     sums = array_at(sums_at, 3 * total, ctypes.c_double).reshape(3, total)
     return jobs, Goal(tokens, logits, sums), True
-
-
-__all__ = ["Callback", "ChainRun", "Goal", "Job", "jobs_of"]
