@@ -103,7 +103,7 @@ $(VLLM)/made: pyproject.toml
 	@touch $@
 
 test-vllm: $(VLLM)/made
-	@SPECBEAM_TYPES=off OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/vllm --durations=10
+	@SPECBEAM_TYPES=off OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/vllm tests/models/chains/test_in_llama_cpp.py --durations=10
 	@echo "Beams on vLLM are those of specbeam's own engines. Next: docs/on_vllm.md."
 
 # Compiled steps are left out, for nothing sees which of their lines run; `make test-processors` runs them as Python. The floor

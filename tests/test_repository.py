@@ -20,7 +20,7 @@ in_clone = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no c
 TOOLS = {  # packages of extras that are run and not imported
     "ruff", "mypy", "pre-commit", "pre-commit-hooks", "pytest-xdist", "pytest-cov", "mkdocs-material", "mkdocstrings"
 }  # fmt: skip
-IMPORTED_AS = {"nvidia-ml-py": "pynvml"}
+IMPORTED_AS = {"nvidia-ml-py": "pynvml", "llama-cpp-python": "llama_cpp"}
 
 
 def test_versions_agree():
