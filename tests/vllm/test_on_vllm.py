@@ -194,17 +194,9 @@ def server(log):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.cli.main",
-        "serve",
-        TARGET,
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-    ]
+    # Not `vllm serve`: it asks for the version of a package vllm, and the wheel for CPUs has another name.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", TARGET, "--port", str(port)]
+    command += ["--dtype", "float32"]
     command += ["--enforce-eager", "--max-logprobs", "-1", "--block-size", "32"]
     settings = {"VLLM_PLUGINS": "specbeam", "SPECBEAM_DRAFT": DRAFT, "VLLM_CPU_KVCACHE_SPACE": "1"}
     with log.open("w") as out:
