@@ -6,7 +6,7 @@ import pytest
 import specbeam as sb
 from specbeam.errors import BadCheckpoint, MissingFile, MissingPackage
 from specbeam.models.chains.chains import Chain
-from specbeam.models.chains.in_llama_cpp import best_of, common_beginning, entries_of
+from specbeam.models.chains.in_llama_cpp import best_of, common_beginning, entries_of, evened
 from tests.support.tiny_models import tiny
 
 PROMPTS = [[3, 9, 27, 5], [8, 8, 40], [3, 9, 27, 6, 1, 7]]
@@ -19,6 +19,8 @@ def test_tokens_that_chains_share_are_computed_once():
     assert sorted(found) == [(1, 6, (0, 1, 2)), (2, 3, (2,)), (2, 7, (0, 1)), (3, 8, (0,)), (3, 9, (1,))]
     assert [position for position, *_ in found] == [1, 2, 2, 3, 3]
     assert len(entries_of([Chain(text, 1, 4) for text in texts], [3, 2, 1])) == 5
+    assert evened([Chain(text, 1, 4) for text in texts], [2, 1, 1]) == [1, 1, 1]
+    assert evened([Chain(text, 1, 4) for text in texts], [3, 2, 1]) == [3, 2, 1]
     assert common_beginning([5, 6, 7], [5, 6, 9, 1]) == 2
 
 

@@ -48,6 +48,29 @@ def entries_of(chains: Sequence[Chain], known: Sequence[int]) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.position)
 
 
+def evened(chains: Sequence[Chain], known: Sequence[int]) -> list[int]:
+    """Return numbers of known tokens, lowered so that chains which share a token of the pass begin at the same one.
+
+    llama.cpp refuses a token of several sequences whose caches have different lengths.
+    """
+    found = [*known]
+    pairs = [
+        (one, other, common_beginning(chains[one].tokens, chains[other].tokens))
+        for one in range(len(chains))
+        for other in range(one)
+    ]
+    is_even = False
+    while not is_even:
+        is_even = True
+        for one, other, common in pairs:
+            least = min(found[one], found[other])
+            if common > max(found[one], found[other]) > least:
+                found[one] = least
+                found[other] = least
+                is_even = False
+    return found
+
+
 class LlamaCppScorer:
     """Scores chains with llama.cpp's low-level API, by llama-cpp-python.
 
@@ -120,7 +143,11 @@ class LlamaCppScorer:
 
     def _scored(self, chains: Sequence[Chain]) -> list[Likeliest]:
         ids = self._free_ids(len(chains))
-        known = [self._take_over(chain, own) for chain, own in zip(chains, ids, strict=True)]
+        sources = [self._longest_known(chain) for chain in chains]
+        known = evened(chains, [length for _, length in sources])
+        for own, (source, _), length in zip(ids, sources, known, strict=True):
+            if length > 0:
+                self.api.llama_memory_seq_cp(self.memory, source, own, 0, length)
         for own in self.held:
             self.api.llama_memory_seq_rm(self.memory, own, -1, -1)
         self.held = {own: chain.tokens for own, chain in zip(ids, chains, strict=True)}
@@ -142,19 +169,16 @@ class LlamaCppScorer:
         """Return sequence ids that hold no text."""
         return [own for own in range(2 * TOGETHER) if own not in self.held][:count]
 
-    def _take_over(self, chain: Chain, own: int) -> int:
-        """Copy the longest known beginning of a chain to a sequence, up to its first wanted row. Returns its length."""
+    def _longest_known(self, chain: Chain) -> tuple[int, int]:
+        """Return the sequence with the longest beginning of a chain, and its length, at most up to the first wanted row."""
         best = 0
         source = -1
         for other, text in self.held.items():
-            length = common_beginning(text, chain.tokens)
+            length = min(common_beginning(text, chain.tokens), chain.first)
             if length > best:
                 best = length
                 source = other
-        best = min(best, chain.first)
-        if best > 0:
-            self.api.llama_memory_seq_cp(self.memory, source, own, 0, best)
-        return best
+        return source, best
 
     def _fill(self, entries: Sequence[Entry], chains: Sequence[Chain], ids: Sequence[int]) -> None:
         """Write the tokens of a pass into llama.cpp's batch."""

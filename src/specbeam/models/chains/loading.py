@@ -56,7 +56,7 @@ def served_models(
     if draft is None:
         return ServedModels(target_model, None, own_tokenizer, target, None)
     draft_model = model_of(draft, dtype, device, given.quantize, may_map=True)
-    shared = tokens_in_common(target_model, draft_model, own_tokenizer, source, draft)
+    shared = tokens_in_common(target_model, draft_model, own_tokenizer, opened.source or "", draft)
     shared = with_fewer_drafted(shared, more["draft_vocab"], scorer.vocab)
     draft_lm: HuggingFaceLM = language_model(
         draft_model, options.check, by_engine(given.quantize), options.compile, options.share_from, shared=shared,
