@@ -627,7 +627,9 @@ def asked_by_tree(draft: Any, answered: int) -> Asked:
 
 
 @step
-def with_next_layer(draft: Any, rows: Ranked, asked: Asked, spec: Any, task: DraftTask, dice: Any) -> tuple[Any, int]:
+def tree_with_next_layer(
+    draft: Any, rows: Ranked, asked: Asked, spec: Any, task: DraftTask, dice: Any
+) -> tuple[Any, int]:
     """Return a tree with one more layer, and SOUND; or the tree itself and the reason, see `grow_one_layer`.
 
     Args:
@@ -664,7 +666,7 @@ def grow_tree(model: Any, draft: Any, task: DraftTask, spec: Any, dice: Any, spe
         asked = asked_by_tree(draft, answered)
         rows = run_ranked_pass(model, asked.tokens, asked.parents, asked.wanted, asked.keys, whole, spent)
         answered = len(asked.tokens)
-        draft, condition = with_next_layer(draft, rows, asked, spec, task, dice)
+        draft, condition = tree_with_next_layer(draft, rows, asked, spec, task, dice)
         if condition != SOUND:
             return draft, condition
         if not may_grow(draft, spec):
@@ -716,7 +718,7 @@ def draft_trees_of_all(
             job = held_at(jobs[number], like)
             spec = own_spec(job.spec.drafts, drafts)
             answered[number] = len(asked[number].tokens)
-            longer, condition = with_next_layer(
+            longer, condition = tree_with_next_layer(
                 growing[number], rows[number], asked[number], spec, tasks[number], job.dice
             )
             growing[number] = longer
