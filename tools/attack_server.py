@@ -1,9 +1,9 @@
 """Attacks a server of its own and measures what another client notices: python tools/attack_server.py [SCENE ...].
 
 Scenes: flood (one key sends requests of 64 prompts), silent (connections that send nothing), bodies (of 1 MiB), bombs
-(regular expressions, schemas and grammars that are expensive to compile or to follow). The other client sends one short request after
-the other, before the attack (idle) and during it. Prints a line of JSON per scene: the other client's waiting times, in the
-queue and to the answer, the times of /health, and how both were answered.
+(regular expressions, schemas and grammars that are expensive to compile or to follow). The other client sends one short
+request after the other, before the attack (idle) and during it. Prints a line of JSON per scene: the other client's waiting
+times, in the queue and to the answer, the times of /health, and how both were answered.
 """
 
 import argparse

@@ -113,3 +113,37 @@ def test_a_step_that_cannot_be_compiled_leaves_no_bar(terminal):
         step.compile((types.int64,))
     assert progress._SHOWN[0].under_way == 0
     assert not progress._SHOWN[0].progress.live.is_started
+
+
+PRINTING = """
+from specbeam.core.compiling.forms import tell
+from specbeam.doors.cli.screen import progress_bar, progress_console, working
+from specbeam.doors.progress import show_compilation
+
+show_compilation(progress_console())
+with working("loading"), progress_bar() as bar:
+    bar.add_task("prompts", total=2)
+    print("under two bars")
+    tell(begins=True)
+    print("under three")
+    tell(begins=False)
+"""
+
+
+@pytest.mark.parametrize("progress_is", ["on", "off"])
+def test_what_is_printed_under_a_bar_reaches_a_pipe(progress_is):
+    """Bars on a terminal take what is printed only if it goes to the terminal, too."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "COLUMNS": "100"}
+    if progress_is == "off":
+        environment["SPECBEAM_PROGRESS"] = "off"
+    ours, theirs = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTING], stderr=theirs, stdout=subprocess.PIPE, check=True, env=environment
+    )
+    os.write(theirs, b"end")
+    os.close(theirs)
+    shown = os.read(ours, 65_536)
+    os.close(ours)
+    assert done.stdout == b"under two bars\nunder three\n"
+    assert (b"prompts" in shown) == (progress_is == "on")
+    assert (shown == b"end") == (progress_is == "off")

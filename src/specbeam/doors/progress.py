@@ -1,6 +1,7 @@
-"""A bar in terminals and notebooks while steps are compiled, once per machine."""
+"""Progress on standard error, in terminals and notebooks: bars, and one that shows while steps are compiled."""
 
 import os
+import sys
 from functools import cache
 from threading import RLock
 from typing import Any
@@ -22,7 +23,7 @@ class CompilationBar:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        self.progress = Progress(*columns, console=console, transient=True)
+        self.progress = Progress(*columns, console=console, transient=True, redirect_stdout=prints_on_terminal())
         self.task = self.progress.add_task("", total=None)
         self.under_way = 0  # number of nested compilations: a step's callees are compiled inside its own
 
@@ -86,21 +87,39 @@ def compilation_watch() -> CompilationWatch:
     return watch
 
 
-def show_compilation() -> None:
-    """Show a bar whenever steps are compiled, if standard error is a terminal or this is a notebook; once per process.
+def prints_on_terminal() -> bool:
+    """Return whether a bar may take what is printed and draw it above itself.
+
+    Otherwise standard output goes to a file or a pipe, and a bar that took it would write it to the terminal instead.
+    """
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def shows_progress(console: Any) -> bool:
+    """Return whether progress is shown on a console: a terminal or a notebook, unless it is turned off.
 
     Raises `BadSetting` if `SPECBEAM_PROGRESS` is neither "off" nor unset.
     """
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "off"):
         raise BadSetting(f"{VARIABLE} is {asked!r}; it must be 'off', or unset")
-    with _LOCK:
-        if _SHOWN or asked == "off":
-            return
-        from rich.console import Console
+    return asked != "off" and (console.is_terminal or console.is_jupyter)
 
-        console = Console(stderr=True)
-        if console.is_terminal or console.is_jupyter:
+
+def show_compilation(console: Any = None) -> None:
+    """Show a bar whenever steps are compiled, where progress is shown; once per process.
+
+    Args:
+        console: the console of other bars, below which this one is drawn; None: a new one for standard error.
+    """
+    with _LOCK:
+        if _SHOWN:
+            return
+        if console is None:
+            from rich.console import Console
+
+            console = Console(stderr=True)
+        if shows_progress(console):
             from specbeam.core.compiling.forms import listen
 
             _SHOWN.append(CompilationBar(console))

@@ -97,6 +97,7 @@ def start(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress and no warnings.")] = False,
 ) -> None:
     """Prepare the process for a command."""
+    from specbeam.doors.cli.screen import progress_console
     from specbeam.doors.progress import VARIABLE, show_compilation
 
     context.default_map = read_defaults(context.command)
@@ -106,7 +107,7 @@ def start(
     if quiet:
         os.environ[VARIABLE] = "off"
         warnings.simplefilter("ignore")
-    show_compilation()
+    show_compilation(progress_console())
 
 
 for command in (generate, best, batch, transcribe, methods, inspect, serve, chat, tune, demo, env):

@@ -1,12 +1,18 @@
 """The console of all commands. It interprets no markup in texts and escapes their control characters."""
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn
 from rich.text import Text
 
 from specbeam.doors.plain import for_terminal
+from specbeam.doors.progress import prints_on_terminal, shows_progress
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 
 class Screen(Console):
@@ -24,12 +30,56 @@ class Screen(Console):
         return super().render_str(for_terminal(text), **options)
 
 
-def progress_bar(*columns: ProgressColumn, stays: bool = False) -> Progress:
+@cache
+def progress_console() -> Screen:
+    """Return the console of all progress. With several, displays that are shown together would overwrite each other."""
+    return Screen(stderr=True)
+
+
+def progress_bar(*columns: "ProgressColumn", stays: bool = False) -> "Progress":
     """Return a progress bar on standard error, hidden unless that is a terminal.
 
     Args:
-        columns: as for `rich.progress.Progress`.
+        columns: as for `rich.progress.Progress`; by default a description, a bar, the steps, and the time left.
         stays: whether the finished bar remains visible.
     """
-    console = Screen(stderr=True)
-    return Progress(*columns, console=console, transient=not stays, disable=not console.is_terminal)
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = progress_console()
+    usual = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(
+        *(columns or usual),
+        console=console,
+        transient=not stays,
+        redirect_stdout=prints_on_terminal(),
+        disable=not shows_progress(console),
+    )
+
+
+def show_result(line: str) -> None:
+    """Print a result of a measurement that goes on, where progress is shown; all results are printed at its end."""
+    console = progress_console()
+    if shows_progress(console):
+        console.print(line)
+
+
+@contextmanager
+def counted(text: str, total: int | None = None) -> "Iterator[Callable[[], None]]":
+    """Show the progress of the block, and yield a function to call after each of its steps.
+
+    Args:
+        text: the description of the work.
+        total: number of steps; None: unknown.
+    """
+    with progress_bar() as bar:
+        yield partial(bar.advance, bar.add_task(text, total=total))
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """Show that the block is at work, for work without steps, and for how long."""
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    with progress_bar(SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()) as bar:
+        bar.add_task(text, total=None)
+        yield
