@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -185,6 +185,7 @@ def transcribe(
     batch_size: int = 8,
     feature_extractor: "WhisperFeatureExtractor | None" = None,
     on_progress: Callable[[int, float, float], None] | None = None,
+    on_segment: Callable[[int, Segment], None] | None = None,
     **options: Any,
 ) -> list[Transcript]:
     """Transcribe or translate speech with a Whisper model.
@@ -220,6 +221,7 @@ def transcribe(
         batch_size: maximum number of recordings whose windows are decoded together.
         feature_extractor: None: the one in the model's folder, or Whisper's usual one.
         on_progress: called with (number of the recording, seconds done, total seconds) after each window.
+        on_segment: called with (number of the recording, segment) for each segment as soon as its window is decoded.
         options: as for `generate`: max_new_tokens, length_penalty, repetition_penalty, ...
 
     Returns: a transcript for each recording.
@@ -258,12 +260,14 @@ def transcribe(
     for first in range(0, len(sounds), batch_size):
         part = sounds[first : first + batch_size]
         listenings = [ears.begin(extractor, one, language, task, named["prompt"]) for one in part]
-        while going := [one for one in listenings if not one.over]:
-            ears.hear(going)
-            for number, one in enumerate(listenings):
-                if on_progress is not None and one in going:
-                    seconds = one.transcript.duration
-                    on_progress(first + number, min(one.seek * HOP_S, seconds), seconds)
+        for number, segments in ears.listen(listenings):
+            one = listenings[number]
+            if on_segment is not None:
+                for segment in segments:
+                    on_segment(first + number, segment)
+            if on_progress is not None:
+                seconds = one.transcript.duration
+                on_progress(first + number, min(one.seek * HOP_S, seconds), seconds)
         done += [ears.finished(one) for one in listenings]
     return done
 
@@ -471,6 +475,14 @@ class Ears:
                 f"prompt has {len(found)} tokens, but the model reads at most {most} of previous text; shorten it"
             )
         return found
+
+    def listen(self, listenings: list[Listening]) -> Iterator[tuple[int, list[Segment]]]:
+        """Decode recordings window by window; yield the number of each recording with the segments of its new window."""
+        while going := [number for number, one in enumerate(listenings) if not one.over]:
+            known = [len(listenings[number].segments) for number in going]
+            self.hear([listenings[number] for number in going])
+            for number, before in zip(going, known, strict=True):
+                yield number, listenings[number].segments[before:]
 
     def hear(self, listenings: list[Listening]) -> None:
         """Decode the next window of each recording."""
