@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest
 
 import specbeam as sb
 from specbeam.errors import BadPrompt, NotSupported
-from specbeam.lab.evaluate.intervals import ratio_interval, share_interval
+from specbeam.lab.evaluate.intervals import edge_interval, ratio_interval, share_interval
 from specbeam.lab.evaluate.perplexity import log_likelihoods, perplexity, summary
 from tests.support import words
 from tests.support.tiny_models import FAMILIES, tiny
@@ -124,6 +125,10 @@ def test_shares_at_the_edge_have_an_interval():
     """Wilson's: ten of ten prompts right leave room down to 72 %."""
     assert share_interval([1.0] * 10, [1.0] * 10) == pytest.approx((0.7225, 1), abs=1e-4)
     assert share_interval([0.0] * 10, [3.0] * 10) == pytest.approx((0, 0.2775), abs=1e-4)
+    for number in (1, 7, 400):
+        theirs = [binomtest(hits, number).proportion_ci(0.95, method="wilson") for hits in (0, number)]
+        for is_all, expected in zip((False, True), theirs, strict=True):
+            assert edge_interval(is_all, number) == pytest.approx((expected.low, expected.high), abs=1e-12)
     assert share_interval([1.0, 0.0] * 20, [1.0] * 40) == ratio_interval([1.0, 0.0] * 20, [1.0] * 40)
 
 

@@ -121,6 +121,16 @@ def test_each_figure_is_within_its_interval_of_what_was_counted(rows):
             assert abs(row.gap) <= row.gap_high - row.gap_low, (check, method, row)  # four standard errors
 
 
+@pytest.mark.parametrize("accepted", [2, 0])
+def test_a_bucket_where_all_or_none_were_accepted_has_an_interval(accepted):
+    """Its resamples are all equal; the prediction 0.9 of five prompts agrees with five times both of two."""
+    row = figure("acceptance", "sampling", "0 to 0.2", [Sums(accepted, 1.8, 2)] * 5)
+    assert (row.low, row.high) == pytest.approx((0.5655, 1) if accepted else (0, 0.4345), abs=1e-4)
+    assert (row.gap_low < 0 < row.gap_high) == (accepted == 2)
+    tokens = figure("accepted tokens", "sampling", "all", [Sums(6, 6, 2), Sums(6, 6, 2)])
+    assert (tokens.low, tokens.high) == (3, 3)  # a mean above 1 is no share
+
+
 def test_no_rule_beats_the_best_one(rows):
     found = by_check(rows)
     optimum = {method: row for (check, method), row in found.items() if check == "optimum"}

@@ -1,4 +1,8 @@
-"""Claims on files, by file locks: if several processes need a file, one makes it and the others wait."""
+"""Claims on files, by file locks: if several processes need a file, one makes it and the others wait.
+
+Not by `filelock`, which locks the folders of trainings: it leaves its files in place, and here a lock per form of a step
+would stay, more than a thousand files beside the code.
+"""
 
 import os
 import time

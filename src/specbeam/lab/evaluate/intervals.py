@@ -34,15 +34,19 @@ def ratio_interval(above: Column, below: Column) -> tuple[float, float]:
 
 
 def share_interval(hits: Column, tries: Column) -> tuple[float, float]:
-    """Return the 95 % interval of the share sum(hits) / sum(tries).
-
-    If all or no tries hit, all resamples are equal, so the interval is Wilson's, with the units as trials.
-    """
-    units = len(tries)
+    """Return the 95 % interval of the share sum(hits) / sum(tries); `edge_interval` if all or no tries hit."""
     share = sum(hits) / sum(tries)
+    return edge_interval(share == 1, len(tries)) if share in (0, 1) else ratio_interval(hits, tries)
+
+
+def edge_interval(is_all: bool, units: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share that was 1 or 0 in each of the units, where all resamples are equal.
+
+    It is Wilson's, with the units as trials. There it is one division, so scipy, which has it too, is a package of the
+    tests only; they compare the two.
+
+    Args:
+        is_all: whether the share was 1.
+    """
     beyond = Z**2 / (units + Z**2)
-    if share == 0:
-        return 0.0, beyond
-    if share == 1:
-        return 1 - beyond, 1.0
-    return ratio_interval(hits, tries)
+    return (1 - beyond, 1.0) if is_all else (0.0, beyond)

@@ -33,7 +33,7 @@ from specbeam.core import CHOSEN, DISTINCT, INDEPENDENT, LOST, SHARED, Siblings,
 from specbeam.core.laws import Warp, dense_logp, on_host
 from specbeam.doors import Prompt, Request, Settings, save_figure
 from specbeam.errors import BadPrompt, NotSupported
-from specbeam.lab.evaluate.intervals import interval
+from specbeam.lab.evaluate.intervals import edge_interval, interval
 from specbeam.recipes import require_at_least_one
 
 Law = Float64[np.ndarray, " vocab"]
@@ -389,6 +389,10 @@ def figure(check: str, method: str, bucket: str, sums: Sequence[Sums]) -> Theory
     expected = predicted.sum() / total
     low, high = interval((measured, count), lambda a, n: a / np.maximum(n, 1))
     gap_low, gap_high = interval((measured, predicted, count), lambda a, b, n: (a - b) / np.maximum(n, 1))
+    if share in (0, 1) and bool((measured <= count).all()):  # all or none: all resamples are equal
+        low, high = edge_interval(share == 1, int(np.count_nonzero(count)))
+        gap_low = min(gap_low, low - expected)
+        gap_high = max(gap_high, high - expected)
     return TheoryRow(check, method, bucket, int(total), share, low, high, expected, share - expected, gap_low, gap_high)
 
 
