@@ -127,6 +127,20 @@ def test_audios_side_by_side_are_transcribed_as_each_by_itself(ears):
     assert ears.target.runner.cross.lengths == []
 
 
+def test_segments_are_handed_over_window_by_window(ears):
+    sounds = [noise(7, seed=1), noise(4, seed=4)]
+    events = []
+    found = sb.transcribe(
+        ears, sounds, sb.greedy(), language="en", max_new_tokens=12, seed=3, **UNCHECKED,
+        on_segment=lambda number, segment: events.append((number, segment)),
+        on_progress=lambda number, done, total: events.append((number, done)),
+    )  # fmt: skip
+    for number, one in enumerate(found):
+        assert [event for which, event in events if which == number and not isinstance(event, float)] == one.segments
+    first = next(place for place, (_, event) in enumerate(events) if isinstance(event, float))
+    assert 0 < first < len(events) - 1  # the first window's segments come before it is counted, and all others after
+
+
 def test_texts_that_fail_a_threshold_are_decoded_again_at_the_next_temperature(ears):
     sound = noise(2, seed=2)
     options = {"language": "en", "max_new_tokens": 8, "seed": 3, "no_speech_threshold": None, "best_of": 2}
@@ -320,12 +334,14 @@ def test_the_command_hands_over_how_weights_keys_and_values_are_kept(ears, tmp_p
 def test_the_command_refuses_files_before_it_loads_a_model(tmp_path, capsys, monkeypatch):
     pytest.importorskip("av")
     (tmp_path / "text.mp3").write_text("no audio")
-    code = transcribed(monkeypatch, tmp_path / "text.mp3", tmp_path / "none.wav", "-m", tmp_path / "nowhere")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "whisper"}')
+    code = transcribed(monkeypatch, tmp_path / "text.mp3", tmp_path / "none.wav", "-m", tmp_path / "model")
     shown = capsys.readouterr().err
     assert code == 1
     assert "text.mp3 cannot be read as audio" in shown
     assert "there is no file" in shown
-    assert "nowhere" not in shown
+    assert "weights" not in shown  # which that folder does not have
 
 
 def test_the_command_breaks_lines_of_subtitles_alone(ears, tmp_path, capsys, monkeypatch):

@@ -6,8 +6,8 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from specbeam.core.errors import BadSetting
-from specbeam.core.names import hint
-from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES, resolve
+from specbeam.doors.method_names import read_value, setting_names, settings_in
+from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
 from specbeam.recipes.method import Method
 
 
@@ -17,19 +17,11 @@ def method_from(name: str, settings: Sequence[str]) -> Method:
     Each value is read as the type of its setting. Raises `BadSetting` for an unknown method or setting, for a missing or
     wrong value, and for settings whose values are objects without a text form.
     """
-    make = {recipe.__name__: recipe for recipe in (*RECIPES, *HEAD_RECIPES)}.get(name)
-    if make is None:
-        return resolve(name)  # raises an error with all names
+    setting_names(name)  # raises an error for an unknown method
+    make = {recipe.__name__: recipe for recipe in (*RECIPES, *HEAD_RECIPES)}[name]
     known = inspect.signature(make).parameters
-    chosen: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise BadSetting(f"the setting {setting!r} has no value; write NAME=VALUE")
-        if key not in known:
-            raise BadSetting(f"{name} has no setting {key!r}{hint(key, known)}; it has {', '.join(known) or 'none'}")
-        chosen[key] = _value_of(name, known[key], value)
-    return make(**chosen)
+    given = settings_in(name, settings)
+    return make(**{key: _value_of(name, known[key], value) for key, value in given.items()})
 
 
 def _value_of(name: str, parameter: inspect.Parameter, value: str) -> Any:
@@ -46,7 +38,7 @@ def _value_of(name: str, parameter: inspect.Parameter, value: str) -> Any:
             f"{parameter.name} of {name} is {value!r}; it takes a {wanted}, which has no text form: leave it out, or make "
             "the method in Python"
         )
-    return _read(parameter.name, value, example)
+    return read_value(parameter.name, value, example)
 
 
 def _kinds(annotation: Any) -> set[type]:
@@ -77,25 +69,3 @@ def _example(parameter: inspect.Parameter) -> Any:
         if get_origin(kind) is Sequence and get_args(kind)[0] in (int, float):
             return (get_args(kind)[0](),)
     return None
-
-
-def _read(key: str, value: str, default: Any) -> Any:
-    """Return the value of the setting `key`, read as the type of `default`.
-
-    Tuples have commas between their values. Without a default, digits are an integer and anything else is text. Raises
-    `BadSetting` for a value of another type.
-    """
-    if isinstance(default, bool):
-        if value.lower() not in ("true", "false"):
-            raise BadSetting(f"{key} is {value!r}; it must be true or false")
-        return value.lower() == "true"
-    if isinstance(default, tuple) and default:
-        return tuple(_read(key, part, default[0]) for part in value.split(","))
-    if isinstance(default, (int, float)):
-        try:
-            return type(default)(value)
-        except ValueError as error:
-            raise BadSetting(
-                f"{key} is {value!r}; it must be {'an integer' if isinstance(default, int) else 'a number'}"
-            ) from error
-    return int(value) if value.isdigit() else value

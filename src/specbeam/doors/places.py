@@ -114,11 +114,3 @@ def write_output(path: Path, content: str | bytes) -> None:
                 file.write(raw)
         else:
             write_whole(Path(os.path.realpath(path)), raw)
-
-
-def require_place_of_model(name: str) -> None:
-    """Raise `MissingFile` if a name of a model is a path at which there is nothing. Imports no model code."""
-    path = Path(name).expanduser()
-    is_path = path.is_absolute() or name.startswith((".", "~"))
-    if is_path and not path.exists():
-        raise MissingFile(f"there is no folder {path}; give a folder that save_pretrained wrote, or a hub id")

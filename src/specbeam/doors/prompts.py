@@ -56,13 +56,20 @@ def spread(rows: Sequence[Any], count: int) -> list[Any]:
     return [rows[(2 * place + 1) * len(rows) // (2 * count)] for place in range(count)]
 
 
-def _rows(source: str, columns: tuple[int, int]) -> Iterator[PromptRow]:
+def require_source(source: str) -> bool:
+    """Return whether a source of prompts is a file, and not a data set. Raises `MissingFile` if it is neither."""
     path = Path(source)
     if source in KNOWN and not path.is_file():
-        yield from _rows_of_hub(source)
+        return False
+    require_file(path, f"give a file, or a name: {', '.join(KNOWN)}")
+    return True
+
+
+def _rows(source: str, columns: tuple[int, int]) -> Iterator[PromptRow]:
+    if require_source(source):
+        yield from _rows_of_file(Path(source), columns)
     else:
-        require_file(path, f"give a file, or a name: {', '.join(KNOWN)}")
-        yield from _rows_of_file(path, columns)
+        yield from _rows_of_hub(source)
 
 
 def _rows_of_file(path: Path, columns: tuple[int, int]) -> Iterator[PromptRow]:

@@ -1,5 +1,6 @@
 """The public names of this package, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
+from specbeam.engines.choices import OWN_ROUNDINGS as OWN_ROUNDINGS
 from specbeam.models.checkpoints.boundary import reading as reading
 from specbeam.models.checkpoints.numbers import check_weights as check_weights
 from specbeam.models.checkpoints.pretrained import open_checkpoint as open_checkpoint
@@ -11,7 +12,6 @@ from specbeam.models.huggingface import vocab_of as vocab_of
 from specbeam.models.loading.models import load_model as load_model
 from specbeam.models.loading.models import name_or_path as name_or_path
 from specbeam.models.loading.tokenizers import read_tokenizer as read_tokenizer
-from specbeam.models.quantised import OWN_ROUNDINGS as OWN_ROUNDINGS
 from specbeam.models.skipping import SkippingLM as SkippingLM
 from specbeam.models.skipping import skipping_model as skipping_model
 from specbeam.models.sublayers import Sublayers as Sublayers

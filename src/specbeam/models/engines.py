@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specbeam.core.caches.folders import lend_folder
-from specbeam.core.errors import BadSetting, NotSupported, UnsupportedModel
-from specbeam.core.names import hint
+from specbeam.core.errors import NotSupported, UnsupportedModel
 from specbeam.engines.by_layer import layer_decoder
+from specbeam.engines.choices import Rounding
 from specbeam.engines.cpu.cache_words import KVType
-from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
+from specbeam.engines.cpu.decoder import CompiledDecoder, misfit
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import is_llama_like, lacks_trees, reads_sources
@@ -33,16 +33,7 @@ if TYPE_CHECKING:
 
 OLDEST_WITH_FP8 = (8, 9)  # compute capability of GPUs that have fp8
 COMPILED = ("compiled", "int8", "int4")  # engines that are the compiled forward
-CHOICES = ("auto", "gpu", "compiled", "layers", "plain")  # engines that users choose by name
 MAPPING = ("auto", "compiled")  # those with which the weights of large models on a CPU stay in memory-mapped files
-# Engines that another option of `load` chooses.
-_BY_OPTION = {
-    "int8": "quantize='int8'",
-    "int4": "quantize='int4'",
-    "fp8": "quantize='fp8'",
-    "torch": "compile=True",
-    "parallel": "tensor_parallel=True",
-}
 OWN = ("gpu", "fp8", *COMPILED)  # engines that are a forward of specbeam
 
 
@@ -87,21 +78,6 @@ class ChosenEngine(NamedTuple):
     name: str
     passes: "PaddedPasses | PackedPasses | GpuPasses"
     note: str
-
-
-def check_engine(engine: Any, others: dict[str, bool]) -> None:
-    """Raise `BadSetting` if the option `engine` of `load` is wrong, or if another option chooses the engine, too.
-
-    Args:
-        others: for each option that chooses an engine, whether it is given.
-    """
-    if isinstance(engine, str) and engine in _BY_OPTION:
-        raise BadSetting(f"engine is {engine!r}; give {_BY_OPTION[engine]} instead")
-    if engine not in CHOICES:
-        names = ", ".join(map(repr, CHOICES))
-        raise BadSetting(f"engine is {engine!r}; it must be one of {names}{hint(str(engine), CHOICES)}")
-    if engine != "auto" and (given := [name for name, is_given in others.items() if is_given]):
-        raise BadSetting(f"engine and {given[0]} both choose what runs the models; give one of them")
 
 
 def choose_engine(

@@ -12,13 +12,14 @@ from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.garbage import rarely_collected
 from specbeam.core.lm import LM
 from specbeam.doors.progress import show_compilation
+from specbeam.engines.choices import Quantize, check_engine, check_is_model, check_kv
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.models.chains.lm import ChainLM
 from specbeam.models.chains.loading import check_served_options, served_models
 from specbeam.models.chains.targets import opened_target
 from specbeam.models.encoder_decoder import EncoderDecoderLM
-from specbeam.models.engines import MAPPING, advice_for_object, check_engine
+from specbeam.models.engines import MAPPING, advice_for_object
 from specbeam.models.huggingface import HuggingFaceLM, vocab_of
 from specbeam.models.loading.drafts import (
     DraftOptions,
@@ -41,7 +42,6 @@ from specbeam.models.loading.spread import check_before_spreading, check_spread,
 from specbeam.models.loading.tokenizers import read_tokenizer
 from specbeam.models.loading.vocabularies import tokens_in_common
 from specbeam.models.memory.lm import MemoryLM
-from specbeam.models.quantised import Quantize, check_is_model, check_kv
 from specbeam.models.skipping import Skipping
 from specbeam.models.spread import end_together, spread_model
 

@@ -3,50 +3,15 @@
 Rounding changes a model and its law. The output has the law of a rounded target; rounding a draft does not change it.
 """
 
-import re
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
-from specbeam.core.errors import BadSetting, NotSupported
-from specbeam.engines.cpu.decoder import Rounding
+from specbeam.core.errors import NotSupported
+from specbeam.engines.choices import OWN_ROUNDINGS
 
-OnGpu = Literal["fp8"]
-ByLibrary = Literal["torchao-int8", "torchao-int4", "bitsandbytes-int8", "bitsandbytes-nf4"]
-Quantize = Literal[Rounding, OnGpu, ByLibrary]
-OWN_ROUNDINGS: tuple[str, ...] = (*get_args(Rounding), *get_args(OnGpu))
-BY_LIBRARY: tuple[str, ...] = get_args(ByLibrary)
-_KNOWN = ", ".join(repr(one) for one in (*OWN_ROUNDINGS, *BY_LIBRARY))
-_LIKE_A_ROUNDING = re.compile(r"(u?int|fp|nf|float)\d+|(torchao|bitsandbytes)-[\w-]+", re.IGNORECASE)
 GROUP = 32  # weights that share a scale in torchao's rounding to 4 bits, as in the compiled forward
-
-
-def is_rounding(name: object) -> bool:
-    """Return whether a value names a rounding of weights."""
-    return isinstance(name, str) and name in (*OWN_ROUNDINGS, *BY_LIBRARY)
-
-
-def check_kv(kv: object) -> None:
-    """Raise `BadSetting` unless a value is a type for stored keys and values, or None."""
-    if kv not in (None, "bfloat16"):
-        raise BadSetting(f"kv is {kv!r}; it must be 'bfloat16', or None for the engine's own type")
-
-
-def check_rounding(name: object, option: str) -> None:
-    """Raise `BadSetting`, which names the option, unless a value is None or names a rounding of weights."""
-    if name is None or is_rounding(name):
-        return
-    raise BadSetting(f"{option} is {name!r}; it must be one of {_KNOWN}, or None")
-
-
-def check_is_model(name: object) -> None:
-    """Raise `BadSetting` if the name of a draft looks like an unknown rounding, and there is no folder of this name."""
-    if not isinstance(name, str) or is_rounding(name) or Path(name).is_dir():
-        return
-    if _LIKE_A_ROUNDING.fullmatch(name):
-        raise BadSetting(f"draft is {name!r}, which is no folder; the roundings of the target are {_KNOWN}")
 
 
 def library_config(name: str, dtype: "str | torch.dtype") -> Any:

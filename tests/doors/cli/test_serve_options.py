@@ -17,9 +17,12 @@ pytest.importorskip("uvicorn")
 def given(monkeypatch):
     """What the command was given, in place of a server."""
     seen = []
-    monkeypatch.setattr(
-        "specbeam.apps.serve.config.read_config", lambda config, options: seen.append((config, options))
-    )
+
+    def read(config, options):
+        seen.append((config, options))
+        return ServerConfig()
+
+    monkeypatch.setattr("specbeam.apps.serve.config.read_config", read)
     monkeypatch.setattr("specbeam.apps.serve.run.serve", lambda config: 0)
     return seen
 

@@ -7,8 +7,6 @@ import pytest
 from specbeam.errors import MissingPackage
 from specbeam.lab.bench.baselines import transformers
 from specbeam.lab.bench.cliffs import (
-    METHODS,
-    OPTIONS,
     RANDOM_TOKENS,
     Attempt,
     CliffPlan,
@@ -26,6 +24,7 @@ from specbeam.lab.bench.cliffs import (
 )
 from specbeam.lab.bench.cliffs_report import as_markdown, figures, overview, summary
 from specbeam.lab.bench.outcome import Contender, Outcome
+from specbeam.lab.words import CLIFF_METHODS, CLIFF_OPTIONS
 from tests.doors.cli.test_commands import specbeam
 from tests.support import words
 
@@ -101,7 +100,7 @@ def test_assisted_decoding_stands_beside_one_prompt_only():
     assert replaced_mode("speculative_sampling", 1) == "assisted"
     assert replaced_mode("speculative_sampling", 2) == "sampling"
     ours, theirs = contenders_of(CliffPlan(options=["none"]), 1)
-    assert len(ours) == len(METHODS)
+    assert len(ours) == len(CLIFF_METHODS)
     assert sorted(mode for mode, _ in theirs) == ["assisted", "beam_sampling", "beam_search", "greedy", "sampling"]
 
 
@@ -125,14 +124,14 @@ def test_batches_are_full():
 
 @pytest.mark.parametrize(
     ("size", "methods"),
-    [(1, [*METHODS]), (2, ["dsbd", "beam_search"]), pytest.param(2, [*METHODS], marks=pytest.mark.slow)],
+    [(1, [*CLIFF_METHODS]), (2, ["dsbd", "beam_search"]), pytest.param(2, [*CLIFF_METHODS], marks=pytest.mark.slow)],
     ids=["1", "2", "2, all"],
 )
 def test_every_option_of_every_method_is_measured(size, methods):
     """Or says why not: no contender breaks."""
-    plan = quick(methods=methods, options=OPTIONS, batch_sizes=[size], repeats=1)
+    plan = quick(methods=methods, options=CLIFF_OPTIONS, batch_sizes=[size], repeats=1)
     cells = measured(plan)
-    assert len(cells) == len(methods) * len(OPTIONS)
+    assert len(cells) == len(methods) * len(CLIFF_OPTIONS)
     for one in cells:
         assert one.message == "", one
         assert (one.ours is None) == bool(one.why_not_ours) == bool(why_not_ours(one.method, one.option, size))
@@ -235,10 +234,10 @@ def test_the_command_measures_and_writes(tmp_path):
     [
         (["--methods", "sampling,magic"], "--methods is 'magic'; it must be one of sampling"),
         (["--options", "top_q"], "--options is 'top_q'; it must be one of none"),
-        (["--prompts", "nice"], "--prompts is 'nice'; it must be one of trained, random"),
-        (["--batch-sizes", "1,many"], "--batch-sizes is '1,many'; it must be numbers like 1,4,16"),
-        (["--batch-sizes", "0"], "--batch-sizes is 0; it must be at least 1"),
-        (["--repeats", "0"], "--repeats is 0; it must be at least 1"),
+        (["--prompts", "nice"], "--kinds is 'nice'; it must be one of trained, random"),
+        (["--batch-sizes", "1,many"], "--batch-sizes is '1,many'; it must be numbers of at least 1, like 1,4,16"),
+        (["--batch-sizes", "0"], "--batch-sizes is '0'; it must be numbers of at least 1, like 1,4,16"),
+        (["--repeats", "0"], "Invalid value for '--repeats'"),
         (["--json", "nowhere/x.jsonl"], "there is no folder nowhere for x.jsonl"),
     ],
 )

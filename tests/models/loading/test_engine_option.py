@@ -5,9 +5,9 @@ import typer.main
 
 import specbeam as sb
 from specbeam.doors.cli.main import app
+from specbeam.engines.choices import check_engine
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.models.encoder_decoder import EncoderDecoderLM
-from specbeam.models.engines import check_engine
 from tests.models.test_source_families import model_of as reader_of
 from tests.support.tiny_models import tiny
 

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specbeam.doors import DAMAGE, OPENERS, as_json, require_file
+from specbeam.doors import DAMAGE, OPENERS, as_json, require_file, require_place
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
 
 KINDS = (".jsonl", ".csv", ".parquet")
@@ -32,6 +32,21 @@ def kind_of(path: Path) -> str:
     return kind
 
 
+def require_table(path: Path) -> str:
+    """Return the type of table in a file. Raises the errors of `read_table` that need no reading."""
+    wanted = f"give a table of prompts: {', '.join(KINDS)}"
+    require_file(path, wanted)
+    if not path.is_file():
+        raise MissingFile(f"{path} is a pipe or a device, but a table is read twice; {wanted}")
+    return kind_of(path)
+
+
+def require_place_of_table(path: Path) -> None:
+    """Raise `BadSetting` for an unknown type of table, and `CannotWrite` if the file cannot be written."""
+    kind_of(path)
+    require_place(path)
+
+
 def read_table(path: Path) -> Iterator[TableRow]:
     """Yield the rows of a table one at a time; empty lines are skipped.
 
@@ -41,16 +56,13 @@ def read_table(path: Path) -> Iterator[TableRow]:
         MissingPackage: the table is Parquet, and pyarrow is not installed.
         BadPrompt: the file is not a table of this type. A single row that cannot be read has an error instead.
     """
-    wanted = f"give a table of prompts: {', '.join(KINDS)}"
-    require_file(path, wanted)
-    if not path.is_file():
-        raise MissingFile(f"{path} is a pipe or a device, but a table is read twice; {wanted}")
+    kind = require_table(path)
     readers: dict[str, Callable[[Path], Iterator[TableRow]]] = {
         ".jsonl": _read_jsonl,
         ".csv": _read_csv,
         ".parquet": _read_parquet,
     }
-    return _undamaged(path, readers[kind_of(path)](path))
+    return _undamaged(path, readers[kind](path))
 
 
 def _undamaged(path: Path, rows: Iterator[TableRow]) -> Iterator[TableRow]:

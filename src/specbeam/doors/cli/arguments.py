@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
+from specbeam.doors.cli.common import check_options, with_files
 from specbeam.doors.options.table import OPTIONS, GenerationOption, kind_of
-from specbeam.errors import BadSetting
 
 # Panels of `--help`: the most used options of generation, and all others.
 COMMON = "Generation (defaults: the model's generation config)"
@@ -40,22 +40,6 @@ class Record:
         names = {field.name for field in fields(kind)} - others.keys()  # type: ignore[arg-type]
         own = self.named(*(name for name in names if hasattr(self, name)))
         return kind(**own, **others)
-
-    def require_positive(self, *names: str) -> None:
-        """Raise `BadSetting`, which names the option, if one of these numbers or lists of numbers is below 1."""
-        for name, found in self.named(*names).items():
-            for value in found if isinstance(found, list) else [found]:
-                require_positive(name, value)
-
-
-def require_positive(name: str, value: int) -> None:
-    """Raise `BadSetting` if a number is below 1.
-
-    Args:
-        name: the option, with underscores.
-    """
-    if value < 1:
-        raise BadSetting(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -99,8 +83,13 @@ def generation(without: Sequence[str] = (), **defaults: Any) -> Any:
 
 
 def given_options(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of generation that differ from their defaults."""
-    return {name: value for name, value in values.items() if value != OPTIONS[name].default and value != []}
+    """Return the options of generation that differ from their defaults, with the content of files.
+
+    Raises an error for an option that is wrong for every model, before a command imports torch.
+    """
+    found = {name: value for name, value in values.items() if value != OPTIONS[name].default and value != []}
+    check_options(found)
+    return with_files(found)
 
 
 def parameter_of(

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specbeam.apps.jobs.tables import require_place_of_table, require_table
 from specbeam.doors.cli.common import ProgressBar, complain, follow_rank_0, method_for, print_json
-from specbeam.doors.cli.options import DecodingArguments, Json
+from specbeam.doors.cli.options import DecodingArguments, Json, checked
 from specbeam.doors.options.table import OPTIONS
 from specbeam.errors import NotSupported
 
@@ -18,8 +19,20 @@ if TYPE_CHECKING:
 class BatchArguments(DecodingArguments):
     """Arguments of the command."""
 
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Table of prompts: .jsonl, .csv or .parquet.")]
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Table of answers, in one of the same formats.")]
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="IN", help="Table of prompts: .jsonl, .csv or .parquet.", callback=checked(require_table)
+        ),
+    ]
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT",
+            help="Table of answers, in one of the same formats.",
+            callback=checked(require_place_of_table),
+        ),
+    ]
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted job; start it if there is none.")] = (
         False
     )
@@ -36,6 +49,8 @@ class BatchArguments(DecodingArguments):
 
 def batch(given: BatchArguments) -> int:
     """Generate text for a table of prompts. An interrupted job resumes with --resume and gives the same texts."""
+    follow_rank_0(given.loading)
+    options = given.checked_options()
     from specbeam.apps.jobs.answering import work_of
     from specbeam.apps.jobs.batch import batch as answer_table
     from specbeam.apps.jobs.batch import settings_described
@@ -43,8 +58,6 @@ def batch(given: BatchArguments) -> int:
     from specbeam.apps.jobs.rows import Columns
     from specbeam.doors.sources import hears
 
-    follow_rank_0(given.loading)
-    options = given.checked_options()
     languages = given.named("source_language", "target_language")
     chosen = {"method": given.method or "dsbd", "settings": sorted(given.setting), "seed": given.seed}
     usual = {name: option.default for name, option in OPTIONS.items() if option.default is not None}

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import generation
-from specbeam.doors.cli.common import check_options, demo_sentences, print_records, quiet_load
+from specbeam.doors.cli.common import demo_sentences, print_records, quiet_load
 from specbeam.doors.cli.generate import gather
-from specbeam.doors.cli.options import DemoPromptArguments, Json, PairArguments, Plot, Seed, SpacedRows
+from specbeam.doors.cli.options import DemoPromptArguments, Json, PairArguments, Plot, Seed, SpacedRows, checked
 from specbeam.doors.prompts import spread
-from specbeam.errors import BadPrompt
+from specbeam.errors import BadPrompt, one_of
+from specbeam.lab.words import BUDGETS
 
 if TYPE_CHECKING:
     from specbeam.lab.bench.efficiency import TreeCell
@@ -20,8 +21,12 @@ class EfficiencyArguments(DemoPromptArguments, PairArguments):
     """Arguments of `bench efficiency`."""
 
     budget: Annotated[
-        list[int], typer.Option(help="Nodes scored per pass: 5, 10, 21 or 30. May be given several times.")
-    ] = [5, 10, 21, 30]
+        list[int],
+        typer.Option(
+            help="Nodes scored per pass: 5, 10, 21 or 30. May be given several times.",
+            callback=checked(lambda budget: one_of("--budget", str(budget), [*map(str, BUDGETS)])),
+        ),
+    ] = list(BUDGETS)
     options: dict[str, Any] = generation(without=["num_return_sequences"], max_new_tokens=48)
     rows: Annotated[
         int,
@@ -48,12 +53,14 @@ class AcceptanceArguments(DemoPromptArguments, PairArguments):
 
 def acceptance(given: AcceptanceArguments) -> int:
     """Measure how often the first, second, ... draft token tried is accepted; sequoia plans its tree from these numbers."""
+    texts = spread(texts_of(given.texts, given.file), given.rows)
+    from specbeam.doors.cli.screen import progress_bar
     from specbeam.lab.bench.acceptance import acceptance as measure
 
-    check_options(given.options)
-    texts = spread(texts_of(given.texts, given.file), given.rows)
     pair = quiet_load(**given.pair)
-    measured = measure(pair, texts, given.children, given.seed, **given.options)
+    with progress_bar() as bar:
+        prompts = bar.track(texts, description="prompts")
+        measured = measure(pair, prompts, given.children, given.seed, **given.options)
     if given.json:
         print_records([measured])
         return 0
@@ -78,21 +85,20 @@ def efficiency(given: EfficiencyArguments) -> int:
 
     The shape of each method, and the acceptance by rank for sequoia, are selected on separate prompts.
     """
-    from specbeam.doors.cli.screen import Screen
-    from specbeam.lab.bench.efficiency import as_markdown, check_budgets, halves, plot
+    texts = texts_of(given.texts, given.file)
+    from specbeam.doors.cli.screen import show_result, working
+    from specbeam.lab.bench.efficiency import as_markdown, halves, plot
     from specbeam.lab.bench.efficiency import efficiency as measure
     from specbeam.lab.bench.head_cost import head_cost
 
-    check_options(given.options)
-    check_budgets(given.budget)
-    reported, choosing = halves(spread(texts_of(given.texts, given.file), 2 * given.rows))
+    reported, choosing = halves(spread(texts, 2 * given.rows))
     pair = quiet_load(**given.pair)
-    console = Screen(stderr=True)
 
     def on_progress(cell: "TreeCell") -> None:
-        console.print(f"{cell.budget:3} nodes  {cell.recipe:<24} {cell.efficiency:.2f}  ({cell.shape})")
+        show_result(f"{cell.budget:3} nodes  {cell.recipe:<24} {cell.efficiency:.2f}  ({cell.shape})")
 
-    cells = measure(pair, reported, choosing, given.budget, given.seed, on_progress, **given.options)
+    with working("measuring all shapes of all methods"):
+        cells = measure(pair, reported, choosing, given.budget, given.seed, on_progress, **given.options)
     if given.json:
         print_records(cells)
     else:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specbeam.doors.cli.arguments import require_positive
 from specbeam.doors.cli.common import demo_sentences, in_one_line
 from specbeam.doors.cli.options import Grow, NewTokens, PairArguments, Rounds, Threads, file_to_write
 from specbeam.doors.places import write_output
 from specbeam.doors.plain import as_json
 from specbeam.errors import BadSetting, one_of
+from specbeam.lab.words import CLIFF_KINDS, CLIFF_METHODS, CLIFF_OPTIONS
 
 if TYPE_CHECKING:
     from specbeam.lab.bench.cliffs import CliffPlan, SpeedCell
@@ -39,7 +39,9 @@ class CliffsArguments(PairArguments):
         ),
     ] = "trained"
     older: Annotated[str | None, typer.Option("--prompts", hidden=True, help="The same as --kinds.")] = None
-    rows: Annotated[int, typer.Option(help="Minimum number of prompts per round, rounded up to full batches.")] = 2
+    rows: Annotated[
+        int, typer.Option(min=1, help="Minimum number of prompts per round, rounded up to full batches.")
+    ] = 2
     repeats: Rounds = 3
     max_new_tokens: NewTokens = 24
     grow: Grow = None
@@ -50,20 +52,19 @@ class CliffsArguments(PairArguments):
 
 def cliffs(given: CliffsArguments) -> int:
     """Time methods with each option and batch size, compared with transformers, to find where speed drops."""
+    contents = {
+        "methods": _words("--methods", given.methods, list(CLIFF_METHODS)),
+        "options": _words("--options", given.options, CLIFF_OPTIONS),
+        "batch_sizes": _sizes(given.batch_sizes),
+        "kinds": _words("--kinds", given.older or given.kinds, CLIFF_KINDS),
+    }
     from specbeam.doors.cli.screen import progress_bar
     from specbeam.doors.cli.widening import GrownSizes, grown_pair
-    from specbeam.lab.bench.cliffs import KINDS, METHODS, OPTIONS, CliffPlan
+    from specbeam.lab.bench.cliffs import CliffPlan
     from specbeam.lab.bench.cliffs import cliffs as measure
     from specbeam.lab.bench.provenance import provenance
 
-    plan = given.make(
-        CliffPlan,
-        methods=_words("--methods", given.methods, list(METHODS)),
-        options=_words("--options", given.options, OPTIONS),
-        batch_sizes=_sizes(given.batch_sizes),
-        kinds=_words("--prompts", given.older or given.kinds, KINDS),
-    )
-    given.require_positive("rows", "repeats", "max_new_tokens")
+    plan = given.make(CliffPlan, **contents)
     pair = grown_pair(given.model, given.draft, GrownSizes(given.grow), engine=given.engine)
     origin = provenance() | {"vocabulary": str(pair.target.vocab)}
     cells: list[SpeedCell] = []
@@ -122,9 +123,6 @@ def _words(name: str, text: str | None, known: Sequence[str]) -> list[str]:
 def _sizes(text: str) -> list[int]:
     """Return the distinct numbers between commas. Raises `BadSetting` if one is not an integer of at least 1."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() for word in words):
-        raise BadSetting(f"--batch-sizes is {text!r}; it must be numbers like 1,4,16")
-    sizes = list(dict.fromkeys(map(int, words)))
-    for size in sizes:
-        require_positive("batch_sizes", size)
-    return sizes
+    if not all(word.isdecimal() and int(word) >= 1 for word in words):
+        raise BadSetting(f"--batch-sizes is {text!r}; it must be numbers of at least 1, like 1,4,16")
+    return list(dict.fromkeys(map(int, words)))

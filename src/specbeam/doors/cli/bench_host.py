@@ -7,8 +7,9 @@ import typer
 
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import in_one_line, print_json
-from specbeam.doors.cli.options import Json
-from specbeam.errors import BadSetting
+from specbeam.doors.cli.options import Json, checked
+from specbeam.errors import one_of
+from specbeam.lab.words import HOST_METHODS
 
 if TYPE_CHECKING:
     from specbeam.lab.bench.host import HostFigures, HostPlan
@@ -18,7 +19,13 @@ class HostArguments(Record):
     """Arguments of the command."""
 
     method: Annotated[
-        list[str], typer.Option("-m", "--method", help="Method to measure; may be given several times; by default all.")
+        list[str],
+        typer.Option(
+            "-m",
+            "--method",
+            help="Method to measure; may be given several times; by default all.",
+            callback=checked(lambda name: one_of("--method", name, HOST_METHODS)),
+        ),
     ] = []
     vocab: Annotated[int, typer.Option(min=512, help="Number of tokens of the vocabulary.")] = 128_000
     sessions: Annotated[int, typer.Option(min=1, help="Number of texts decoded together.")] = 16
@@ -32,7 +39,8 @@ class HostArguments(Record):
 
 def host(given: HostArguments) -> int:
     """Measure processor time, bytes, launches and allocations of turns outside of the models."""
-    from specbeam.lab.bench.host import HostPlan, host_costs, methods_of
+    from specbeam.doors.cli.screen import progress_bar
+    from specbeam.lab.bench.host import HostPlan, host_costs
     from specbeam.lab.bench.provenance import provenance
 
     plan = HostPlan(
@@ -44,16 +52,15 @@ def host(given: HostArguments) -> int:
         tokens=given.tokens,
         rounds=given.rounds,
     )
-    known = methods_of(plan)
-    if unknown := [name for name in given.method if name not in known]:
-        raise BadSetting(f"bench host measures {', '.join(known)}, not {', '.join(unknown)}")
-    costs = host_costs(plan, given.method or [*known])
+    names = given.method or HOST_METHODS
+    with progress_bar() as bar:
+        costs = [*bar.track(host_costs(plan, names), len(names), description="methods")]
     origin = provenance()
     if given.json:
         for cost in costs:
             print_json({**dataclasses.asdict(cost), "plan": dataclasses.asdict(plan), "provenance": origin})
     else:
-        print(_as_markdown([*costs], plan))
+        print(_as_markdown(costs, plan))
         print(in_one_line(origin))
     return 0
 

@@ -4,41 +4,54 @@ import dataclasses
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from specbeam.doors.cli.common import bundled_rows, in_one_line, print_records
-from specbeam.doors.cli.options import Grow, Json, NewTokens, PairArguments, Plot
+from specbeam.doors.cli.options import Grow, Json, NewTokens, PairArguments, Plot, checked
 from specbeam.doors.places import require_file
-from specbeam.errors import BadPrompt, BadSetting, one_of
+from specbeam.errors import BadPrompt, BadSetting
 
 if TYPE_CHECKING:
     from specbeam.lab.bench.method_figures import Task
 
 
+def _require_tsv(file: Path) -> None:
+    """Raise `MissingFile` if the file of a task cannot be read."""
+    require_file(file, "give a TSV with a prompt and its answer per line")
+
+
 class MethodsBenchArguments(PairArguments):
     """Arguments of the command."""
 
-    older: Annotated[list[Path], typer.Argument(hidden=True, help="The same as --file.")] = []
+    older: Annotated[
+        list[Path], typer.Argument(hidden=True, help="The same as --file.", callback=checked(_require_tsv))
+    ] = []
     file: Annotated[
         list[Path],
         typer.Option(
             "--file",
             "-f",
+            callback=checked(_require_tsv),
             help="TSV file of a task: a prompt and its reference answer per line. May be given several times; by default "
             "the bundled tasks.",
         ),
     ] = []
     grow: Grow = None
     metric: Annotated[
-        str | None, typer.Option(help="Quality measure for --file: 'BLEU', the default, or 'exact match'.")
+        Literal["BLEU", "exact match"] | None,
+        typer.Option(help="Quality measure for --file: 'BLEU', the default, or 'exact match'."),
     ] = None
-    beams: Annotated[int, typer.Option(help="Number of beams, for methods with beams.")] = 4
-    depth: Annotated[int, typer.Option(help="Number of draft layers per pass, except for methods named 'auto'.")] = 4
-    threshold: Annotated[float, typer.Option(help="Acceptance threshold of MTAD and MMTAD.")] = 0.5
-    rows: Annotated[int, typer.Option(help="Maximum number of prompts per task; the first ones are taken.")] = 400
-    seeds: Annotated[int, typer.Option(help="Number of answers per prompt, each with its own seed.")] = 3
+    beams: Annotated[int, typer.Option(min=1, help="Number of beams, for methods with beams.")] = 4
+    depth: Annotated[
+        int, typer.Option(min=1, help="Number of draft layers per pass, except for methods named 'auto'.")
+    ] = 4
+    threshold: Annotated[float, typer.Option(min=0, max=1, help="Acceptance threshold of MTAD and MMTAD.")] = 0.5
+    rows: Annotated[int, typer.Option(min=1, help="Maximum number of prompts per task; the first ones are taken.")] = (
+        400
+    )
+    seeds: Annotated[int, typer.Option(min=1, help="Number of answers per prompt, each with its own seed.")] = 3
     max_new_tokens: NewTokens = 64
     plot: Plot = None
     json: Json = False
@@ -86,15 +99,10 @@ def methods(given: MethodsBenchArguments) -> int:
 
 def _check(given: MethodsBenchArguments, files: list[Path]) -> None:
     """Raise `BadSetting` for options that are wrong or contradict each other."""
-    from specbeam.lab.bench.method_figures import METRICS
-
-    if given.metric is not None:
-        one_of("--metric", given.metric, METRICS)
-        if not files:
-            raise BadSetting(
-                "--metric is for --file, and the bundled tasks have their own metrics; give --file or leave --metric out"
-            )
-    given.require_positive("rows", "seeds")
+    if given.metric is not None and not files:
+        raise BadSetting(
+            "--metric is for --file, and the bundled tasks have their own metrics; give --file or leave --metric out"
+        )
 
 
 def bundled_tasks() -> "list[Task]":
@@ -125,7 +133,6 @@ def _rows(file: Path) -> list[tuple[str, str]]:
     """Read the prompts and answers of a TSV file; raise `MissingFile` or `BadPrompt` if it has none."""
     from specbeam.lab.evaluate.lines import lines_of
 
-    require_file(file, "give a TSV with a prompt and its answer per line")
     rows = []
     for number, line in enumerate(lines_of(file), 1):
         fields = line.split("\t")

@@ -23,7 +23,7 @@ class LoadTestArguments(Record):
     clients: Annotated[int, typer.Option(min=1, help="Number of clients; each has one request at a time.")] = 8
     requests: Annotated[int, typer.Option(min=1, help="Maximum total number of requests.")] = 100
     seconds: Annotated[
-        float | None, typer.Option(help="Seconds after which no request is sent; by default unlimited.")
+        float | None, typer.Option(min=0, help="Seconds after which no request is sent; by default unlimited.")
     ] = None
     rate: Annotated[
         float | None,
@@ -32,7 +32,9 @@ class LoadTestArguments(Record):
             "at once."
         ),
     ] = None
-    gone: Annotated[float, typer.Option(help="Share of requests whose client disconnects before the end.")] = 0.0
+    gone: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of requests whose client disconnects before the end.")
+    ] = 0.0
     body: Annotated[str, typer.Option(help="Fields of each request as JSON, such as '{\"num_beams\": 4}'.")] = "{}"
     file: PromptFiles = []
     joined: Annotated[int, typer.Option(min=1, help="Number of prompts joined into one, for long prompts.")] = 1
@@ -63,10 +65,12 @@ class LoadTestArguments(Record):
 
 def serve(given: LoadTestArguments) -> int:
     """Measure a server under the load of many clients: requests and tokens per second, and waiting times."""
+    from specbeam.doors.cli.screen import working
     from specbeam.lab.bench.serving import Load, measure_load
 
     load = given.make(Load, body=given.fields, prompts=given.prompts)
-    report = measure_load(given.url, load)
+    with working(f"sending up to {given.requests} requests"):
+        report = measure_load(given.url, load)
     if given.json:
         record = dataclasses.asdict(report)
         del record["once"]

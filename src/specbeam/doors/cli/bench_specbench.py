@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.common import ProgressBar, in_one_line, method_from, print_json, quiet_load
-from specbeam.doors.cli.options import Json, NewTokens, PairArguments, Seed, Threads, folder_to_write
-from specbeam.doors.places import writing
+from specbeam.doors.cli.options import Json, NewTokens, PairArguments, Seed, Threads, checked, folder_to_write
+from specbeam.doors.method_names import settings_in
+from specbeam.doors.places import require_file, writing
 from specbeam.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -23,7 +24,13 @@ USUAL = ["speculative_sampling", "traversal", "sequoia", "prompt_lookup", "opt_t
 class SpecBenchArguments(PairArguments):
     """Arguments of the command."""
 
-    questions: Annotated[Path, typer.Argument(help="Spec-Bench's file question.jsonl, plain or .gz.")]
+    questions: Annotated[
+        Path,
+        typer.Argument(
+            help="Spec-Bench's file question.jsonl, plain or .gz.",
+            callback=checked(lambda file: require_file(file, "Spec-Bench has it as data/spec_bench/question.jsonl")),
+        ),
+    ]
     contenders: Annotated[
         list[str] | None,
         typer.Argument(metavar="[METHOD]...", help="Methods with their settings, such as 'sequoia budget=21'."),
@@ -32,7 +39,7 @@ class SpecBenchArguments(PairArguments):
         None
     )
     max_new_tokens: NewTokens = 1024
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy, as in Spec-Bench.")] = 0.0
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0: greedy, as in Spec-Bench.")] = 0.0
     seed: Seed = 0
     threads: Threads = None
     processor_time: Annotated[
@@ -47,6 +54,8 @@ class SpecBenchArguments(PairArguments):
 
 def specbench(given: SpecBenchArguments) -> int:
     """Run methods on the six tasks of Spec-Bench, compared with plain decoding."""
+    for name in given.contenders or USUAL:
+        settings_in(*_split(name))
     from specbeam.lab.bench.specbench import SpecBenchSettings, lines_of_specbench, read_questions
     from specbeam.lab.bench.specbench import specbench as measure
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import generation
-from specbeam.doors.cli.common import bundled_rows, check_options, in_one_line, method_from, print_records
+from specbeam.doors.cli.common import bundled_rows, in_one_line, method_from, print_records
 from specbeam.doors.cli.options import (
     DraftVocab,
     Grow,
@@ -22,10 +22,15 @@ from specbeam.doors.cli.options import (
     Rounds,
     SpacedRows,
     Threads,
+    checked,
+    parameters,
+    prompt_files,
 )
+from specbeam.doors.method_names import settings_in
 from specbeam.doors.options.table import warper_names
 from specbeam.doors.prompts import PromptRow, read, spread
-from specbeam.errors import BadSetting, NotSupported
+from specbeam.errors import BadSetting, NotSupported, one_of
+from specbeam.lab.words import BASELINES
 
 if TYPE_CHECKING:
     from specbeam.lab.bench.outcome import Contender
@@ -47,6 +52,16 @@ DEFAULT = [
 NOT_COMPARED = ("num_return_sequences", "json_schema", "regex", "grammar", "grammar_backend", "max_length")
 
 
+def _check_contender(text: str) -> None:
+    """Raise `BadSetting` for an unknown method, setting or baseline."""
+    name, *settings = shlex.split(text)
+    engine, _, mode = name.partition("/")
+    if mode:
+        one_of("a baseline", engine, BASELINES)
+    else:
+        settings_in(name, settings)
+
+
 class SpeedArguments(PairArguments):
     """Arguments of the command."""
 
@@ -54,25 +69,30 @@ class SpeedArguments(PairArguments):
         list[str],
         typer.Argument(
             help="Methods and baselines, such as 'dsbd beams=4 depth=2', 'transformers/beam_sampling beams=4' or "
-            "'ctranslate2/beam_search compute_type=int8'. Speeds are compared with the first one. By default, a selection."
+            "'ctranslate2/beam_search compute_type=int8'. Speeds are compared with the first one. By default, a selection.",
+            callback=checked(_check_contender),
         ),
     ] = []
     prompt: PromptTexts = []
     file: PromptFiles = []
-    older: Annotated[list[Path], typer.Option("--prompts", hidden=True, help="The same as --file.")] = []
+    older: Annotated[list[Path], prompt_files("The same as --file.", "--prompts", hidden=True)] = []
     columns: Annotated[
         tuple[int, int], typer.Option(help="Columns of prompt and answer in a .tsv, counted from 1.")
     ] = (1, 2)
     grow: Grow = None
     grow_draft: Annotated[
-        str | None, typer.Option(help="Enlarge the draft model to this number of weights without changing its outputs.")
+        str | None,
+        typer.Option(
+            help="Enlarge the draft model to this number of weights without changing its outputs.",
+            callback=checked(partial(parameters, option="--grow-draft")),
+        ),
     ] = None
     grow_vocab: GrowVocab = None
     quantize: QuantizeTarget = None
     draft_vocab: DraftVocab = None
     rows: SpacedRows = 30
     batch_size: Annotated[
-        list[int], typer.Option(help="Number of prompts decoded together. May be given several times.")
+        list[int], typer.Option(min=1, help="Number of prompts decoded together. May be given several times.")
     ] = [1]
     repeats: Rounds = 7
     threads: Threads = None
@@ -83,12 +103,10 @@ class SpeedArguments(PairArguments):
 
 def speed(given: SpeedArguments) -> int:
     """Measure speed, quality and memory of methods, transformers and CTranslate2 in one interleaved run."""
+    found = _prompts(given)
     from specbeam.doors.cli.screen import progress_bar
     from specbeam.lab.bench.speed import speed as measure
 
-    given.require_positive("batch_size", "rows", "repeats")
-    check_options(given.options)
-    found = _prompts(given)
     pair = _pair(given)
     _check_sources(pair, found)
     prompts = spread(found or demo_rows(), given.rows)
@@ -175,8 +193,6 @@ def _contender(pair: "Pair", text: str, options: dict[str, Any]) -> "Contender":
     engine, _, mode = name.partition("/")
     if not mode:
         return specbeam(pair, text, method_from(name, settings), **_options_for(name, options))
-    if engine not in MAKERS:
-        raise BadSetting(f"{engine} is not a baseline; the baselines are {', '.join(MAKERS)}")
     own_options = {}
     for setting in settings:
         key, _, value = setting.partition("=")

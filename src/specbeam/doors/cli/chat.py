@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import generation
-from specbeam.doors.cli.common import check_options, method_from, quiet_load, with_files
+from specbeam.doors.cli.common import method_from, quiet_load
 from specbeam.doors.cli.options import MethodName, PairArguments, QuantizeTarget, Settings
+from specbeam.doors.model_files import require_chat_template
 from specbeam.doors.places import text_of
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class ChatArguments(PairArguments):
 def chat(given: ChatArguments) -> int:
     """Chat with a model in the terminal; Ctrl-C ends an answer, Ctrl-D ends the chat."""
     template = None if given.chat_template is None else text_of(given.chat_template, "give a file with a chat template")
-    decoding = with_files(given.options)
-    check_options(decoding)
+    if given.url is None and template is None:
+        require_chat_template(given.model)
     if given.method:
         method_from(given.method, given.setting)
     from specbeam.doors.cli.line_editor import line_reader
@@ -50,7 +51,7 @@ def chat(given: ChatArguments) -> int:
     else:
         pair = quiet_load(**given.pair, quantize=given.quantize)
         speaker = PairSpeaker(pair, given.model, template)
-    options = ChatOptions(given.method or "", tuple(given.setting), decoding, given.seed)
+    options = ChatOptions(given.method or "", tuple(given.setting), given.options, given.seed)
     talk = Chat(speaker, options, console, system=given.system)
     talk.read = line_reader(console, COMMANDS, talk.choices, lambda: talk.status)
     talk.run()

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbeam.doors import plain
-from specbeam.doors.cli.arguments import require_positive
-from specbeam.doors.places import require_place_of_model
+from specbeam.doors.method_names import settings_in
+from specbeam.doors.options.table import checked_values
 from specbeam.errors import BadPrompt, BadSetting, MissingFile
 
 if TYPE_CHECKING:
@@ -27,17 +27,17 @@ def quiet_load(model: str, draft: str | None, *, sources: bool = False, **option
         sources: whether the command supports encoder-decoder models; otherwise they raise `NotSupported`.
         options: options of `specbeam.load`.
     """
-    for name in (model, draft):
-        if name is not None:
-            require_place_of_model(name)
-    from transformers.utils import logging
+    from specbeam.doors.cli.screen import working
 
-    from specbeam.doors.sources import require_prompts
-    from specbeam.doors.with_memory import load_by_name
+    with working(f"loading {model}"):
+        from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    pair = load_by_name(model, draft, **{"dtype": "auto"} | options)
+        from specbeam.doors.sources import require_prompts
+        from specbeam.doors.with_memory import load_by_name
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        pair = load_by_name(model, draft, **{"dtype": "auto"} | options)
     if not sources:
         require_prompts(pair, "this command")
     return pair
@@ -45,6 +45,7 @@ def quiet_load(model: str, draft: str | None, *, sources: bool = False, **option
 
 def method_from(name: str, settings: Sequence[str]) -> "Method":
     """Return a method by name, with settings as NAME=VALUE; see `method_text.method_from`."""
+    settings_in(name, settings)  # before torch is imported
     from specbeam.doors.method_text import method_from as made
 
     return made(name, settings)
@@ -94,20 +95,17 @@ def follow_rank_0(models: Mapping[str, Any]) -> None:
         quiet_load(**models)
 
 
-def check_options(options: Mapping[str, Any], batch_size: int = 1) -> None:
-    """Raise `BadSetting` for an option of `specbeam.generate` that is wrong for every model. No model is loaded.
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise `BadSetting` for an option of `specbeam.generate` that is wrong for every model. Imports nothing heavy.
 
     Args:
         options: options by name.
     """
-    from specbeam.doors.options.settings import Settings
-
     for name, value in options.items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str):
                 require_text(name, text)
-    Settings.given(options)
-    require_positive("batch_size", batch_size)
+    checked_values(options)
 
 
 def require_text(name: str, text: str) -> None:

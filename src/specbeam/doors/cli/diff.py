@@ -8,9 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specbeam.doors.cli.common import check_options, method_from, print_json, quiet_load, say
+from specbeam.doors.cli.common import method_from, print_json, quiet_load, say
 from specbeam.doors.cli.generate import gather
-from specbeam.doors.cli.options import Json, NewTokens, PairArguments, PromptFiles, Prompts, PromptTexts, Settings
+from specbeam.doors.cli.options import (
+    Json,
+    NewTokens,
+    PairArguments,
+    PromptFiles,
+    Prompts,
+    PromptTexts,
+    Settings,
+    checked,
+    prompt_files,
+)
+from specbeam.doors.model_files import check_model
 from specbeam.errors import BadPrompt, BadSetting
 
 if TYPE_CHECKING:
@@ -23,11 +34,11 @@ if TYPE_CHECKING:
 class ComparedArguments(PairArguments):
     """Arguments of the command under both of its names."""
 
-    beams: Annotated[int, typer.Option(help="Number of beams.")] = 4
+    beams: Annotated[int, typer.Option(min=2, help="Number of beams, at least 2 as in transformers.")] = 4
     setting: Settings = []
     prompt: PromptTexts = []
     file: PromptFiles = []
-    rows: Annotated[int, typer.Option(help="Maximum number of prompts; the first ones are taken.")] = 1000
+    rows: Annotated[int, typer.Option(min=1, help="Maximum number of prompts; the first ones are taken.")] = 1000
     every_option: Annotated[
         bool,
         typer.Option(
@@ -35,7 +46,7 @@ class ComparedArguments(PairArguments):
             help="Use different search options for each prompt, so that all pairs of values of two options occur.",
         ),
     ] = False
-    batch_size: Annotated[int, typer.Option(help="Number of prompts that specbeam decodes together.")] = 1
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts that specbeam decodes together.")] = 1
     max_new_tokens: NewTokens = 64
     dtype: Annotated[
         str, typer.Option(help="Type of the weights: float32, bfloat16, ...; 'auto': that of the checkpoint.")
@@ -62,8 +73,8 @@ class DiffArguments(ComparedArguments):
 class OlderDiffArguments(ComparedArguments):
     """Arguments of the command under its former name, `specbeam diff`."""
 
-    model: Annotated[str, typer.Argument(help="Target model.")] = "bundled"
-    file: Annotated[list[Path], typer.Option("--file", "--prompts", "-f", help="File of prompts.")] = []
+    model: Annotated[str, typer.Argument(help="Target model.", callback=checked(check_model))] = "bundled"
+    file: Annotated[list[Path], prompt_files("File of prompts.", "--file", "--prompts", "-f")] = []
 
 
 def diff_by_its_older_name(given: OlderDiffArguments) -> int:
@@ -81,19 +92,13 @@ def _compare(given: ComparedArguments) -> int:
 
     It is 1 if rounding does not explain a difference, a prompt failed, or a line could not be read.
     """
-    from rich.progress import track
-
-    from specbeam.doors.cli.screen import Screen
+    from specbeam.doors.cli.screen import progress_bar
 
     if any(setting.startswith("beams=") for setting in given.setting):
         raise BadSetting("--set beams=... would change one of the methods only; give --beams")
-    if given.beams < 2:
-        raise BadSetting(f"--beams is {given.beams}; it must be at least 2, as in transformers")
-    given.require_positive("rows", "batch_size")
     sources, unreadable = gather(given.texts, given.file)
     if not sources:
         raise BadPrompt("there is no prompt; give one as an argument, with --prompt or --file, or on standard input")
-    check_options({"max_new_tokens": given.max_new_tokens})
     method_from("speculative_beam_search", [f"beams={given.beams}", *given.setting])
     pair = quiet_load(**given.pair, dtype=given.dtype)
     methods = _methods(pair, given.beams, given.setting)
@@ -101,16 +106,17 @@ def _compare(given: ComparedArguments) -> int:
     runs = _runs(pair, [source.text for source in sources], methods, given)
     seen: list[Comparison] = []
     total = None if given.every_option else len(sources) * len(methods)
-    for run in track(runs, "comparing", total, console=Screen(stderr=True), transient=True):
-        comparison = run.comparison
-        place = sources[comparison.prompt].place
-        seen.append(comparison)
-        if given.json:
-            print_json(_record(run))
-        elif comparison.failure is not None:
-            print(f"{place}, {comparison.method}: {comparison.failure}")
-        elif comparison.difference is not None:
-            _show(pair, place, run, comparison.difference)
+    with progress_bar() as bar:
+        for run in bar.track(runs, total, description="comparisons"):
+            comparison = run.comparison
+            place = sources[comparison.prompt].place
+            seen.append(comparison)
+            if given.json:
+                print_json(_record(run))
+            elif comparison.failure is not None:
+                print(f"{place}, {comparison.method}: {comparison.failure}")
+            elif comparison.difference is not None:
+                _show(pair, place, run, comparison.difference)
     bad = [comparison for comparison in seen if comparison.failure is not None or not _is_fine(comparison)]
     if not given.json:
         print(_summary(seen, "runs" if given.every_option else "prompts", given.beams))

@@ -8,7 +8,7 @@ import typer
 
 from specbeam.doors.cli.arguments import Record, generation
 from specbeam.doors.cli.bench import texts_of
-from specbeam.doors.cli.common import check_options, method_from, print_json, print_records, quiet_load
+from specbeam.doors.cli.common import method_from, print_json, print_records, quiet_load
 from specbeam.doors.cli.generate import gather
 from specbeam.doors.cli.options import (
     DemoPrompts,
@@ -22,8 +22,9 @@ from specbeam.doors.cli.options import (
     Seed,
     Settings,
     SpacedRows,
-    existing_files,
+    checked,
 )
+from specbeam.doors.places import require_file
 from specbeam.doors.prompts import spread
 from specbeam.errors import BadPrompt
 
@@ -36,7 +37,7 @@ class SameBeamsArguments(PromptArguments, PairArguments):
 
     setting: Settings = []
     seed: Annotated[int, typer.Option(help="Random seed of both methods.")] = 0
-    batch_size: Annotated[int, typer.Option(help="Number of prompts that DSBD decodes together.")] = 1
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts that DSBD decodes together.")] = 1
     options: dict[str, Any] = generation(without=["num_return_sequences"], max_new_tokens=64)
     json: Json = False
 
@@ -47,7 +48,8 @@ class PerplexityArguments(Record):
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="JSON lines with 'prompt', 'tokens' or 'text', and optionally 'reference'.", callback=existing_files
+            help="JSON lines with 'prompt', 'tokens' or 'text', and optionally 'reference'.",
+            callback=checked(require_file),
         ),
     ]
     model: Model = "bundled"
@@ -63,7 +65,7 @@ class TheoryArguments(PairArguments):
 
     prompts: DemoPrompts = None
     file: PromptFiles = []
-    depth: Annotated[int, typer.Option(help="Number of draft layers, in checks that depend on it.")] = 4
+    depth: Annotated[int, typer.Option(min=1, help="Number of draft layers, in checks that depend on it.")] = 4
     options: dict[str, Any] = generation(without=["num_return_sequences"], max_new_tokens=48)
     rows: SpacedRows = 60
     seed: Seed = 0
@@ -81,12 +83,13 @@ def same_beams(given: SameBeamsArguments) -> int:
     if not sources:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
     method = method_from("dsbd", ["width=fixed", *given.setting])
-    check_options(given.options, given.batch_size)
+    from specbeam.doors.cli.screen import working
     from specbeam.lab.evaluate.same_beams import differences
 
     pair = quiet_load(**given.pair)
     texts = [source.text for source in sources]
-    found = differences(pair, texts, method, given.seed, given.batch_size, **given.options)
+    with working(f"decoding {len(texts)} prompts by both methods"):
+        found = differences(pair, texts, method, given.seed, given.batch_size, **given.options)
     for difference in found:
         if given.json:
             print_json(dataclasses.asdict(difference))
@@ -109,7 +112,7 @@ def perplexity(given: PerplexityArguments) -> int:
     """
     from rich.table import Table
 
-    from specbeam.doors.cli.screen import Screen
+    from specbeam.doors.cli.screen import Screen, working
     from specbeam.lab.evaluate.outputs import read_outputs
     from specbeam.lab.evaluate.perplexity import perplexity as score
     from specbeam.lab.evaluate.task import bleu, check_bleu, exact_match
@@ -123,7 +126,8 @@ def perplexity(given: PerplexityArguments) -> int:
     if any(outputs.references for outputs in read.values()):
         check_bleu()
     for file, outputs in read.items():
-        scores = score(pair, outputs.prompts, outputs.tokens, outputs.places)
+        with working(f"scoring {file}"):
+            scores = score(pair, outputs.prompts, outputs.tokens, outputs.places)
         metrics = (bleu, exact_match) if outputs.references else ()
         quality = [metric(outputs.texts, outputs.references) for metric in metrics]
         if given.json:
@@ -145,19 +149,18 @@ def theory(given: TheoryArguments) -> int:
 
     Also compares each rule with the best possible rule for its drafts.
     """
-    from specbeam.doors.cli.screen import Screen
+    texts = spread(texts_of(given.prompts or [], given.file), given.rows)
+    from specbeam.doors.cli.screen import show_result, working
     from specbeam.lab.evaluate.theory import as_markdown, plot
     from specbeam.lab.evaluate.theory import theory as measure
 
-    check_options(given.options)
-    texts = spread(texts_of(given.prompts or [], given.file), given.rows)
     pair = quiet_load(**given.pair)
-    console = Screen(stderr=True)
 
     def on_progress(row: "TheoryRow") -> None:
-        console.print(f"{row.check:<26} {row.method:<34} {row.bucket:<11} {row.measured:.3f} of {row.predicted:.3f}")
+        show_result(f"{row.check:<26} {row.method:<34} {row.bucket:<11} {row.measured:.3f} of {row.predicted:.3f}")
 
-    found = measure(pair, texts, given.seed, given.depth, on_progress, **given.options)
+    with working("counting rejections of all rules"):
+        found = measure(pair, texts, given.seed, given.depth, on_progress, **given.options)
     if given.json:
         print_records(found)
     else:

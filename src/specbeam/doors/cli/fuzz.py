@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 class FuzzArguments(Record):
     """Arguments of the command."""
 
-    calls: Annotated[int, typer.Option(help="Total number of calls.")] = 1000
+    calls: Annotated[int, typer.Option(min=1, help="Total number of calls.")] = 1000
     seed: Annotated[int, typer.Option(help="The same seed gives the same calls.")] = 0
     world: Annotated[
         list[str], typer.Option("--world", help="Pair of tiny models. May be given several times; by default all.")
     ] = []
-    first: Annotated[int, typer.Option(help="Number of the first call of each pair.")] = 0
-    processes: Annotated[int, typer.Option(help="Number of parallel processes.")] = 1
+    first: Annotated[int, typer.Option(min=0, help="Number of the first call of each pair.")] = 0
+    processes: Annotated[int, typer.Option(min=1, help="Number of parallel processes.")] = 1
     json: Json = False
 
 

@@ -7,7 +7,8 @@ import typer
 
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import print_json, quiet_load
-from specbeam.doors.cli.options import Engine, Json
+from specbeam.doors.cli.options import Engine, Json, checked
+from specbeam.doors.model_files import check_model
 from specbeam.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -16,11 +17,21 @@ if TYPE_CHECKING:
     from specbeam.models.pair import Pair
 
 
+def _check_head(path: str) -> None:
+    """Raise an error if a path holds no model. A head on the hub has an owner: OWNER/NAME."""
+    if path != "mtp":
+        check_model(path if "/" in path else f"./{path}")
+
+
 class HeadArguments(Record):
     """Arguments of the command."""
 
     path: Annotated[
-        str, typer.Argument(help="Draft head: a folder or a hub id; 'mtp': the modules in the target's files.")
+        str,
+        typer.Argument(
+            help="Draft head: a folder or a hub id; 'mtp': the modules in the target's files.",
+            callback=checked(_check_head),
+        ),
     ]
     model: Annotated[
         str | None,
@@ -28,6 +39,7 @@ class HeadArguments(Record):
             "--model",
             "-m",
             help="Target: a path, a hub id, or 'bundled'; by default the target named in the head's files.",
+            callback=checked(check_model),
         ),
     ] = None
     engine: Engine = "auto"
@@ -39,9 +51,11 @@ class HeadArguments(Record):
 
 def inspect(given: HeadArguments) -> int:
     """Show the kind of a draft head, how its files were read, and how well it fits its target."""
+    path = given.path
+    if path == "mtp" and given.model is None:
+        raise BadSetting(f"--model is missing; give the target whose files have the modules {path}")
     from specbeam.models.heads.read import is_head, read_head
 
-    path = given.path
     if not is_head(path):
         raise BadSetting(f"{path} is not a draft head of a known format; docs/heads.md lists the formats")
     stated = _stated_target(path)
@@ -118,10 +132,6 @@ def _stated_target(path: str) -> str:
 
 def _named(stated: str, path: str) -> str:
     """Return the target named in the files of a head. Raises `BadSetting` if there is none."""
-    from specbeam.models.heads.mtp import is_own_modules
-
-    if is_own_modules(path):
-        raise BadSetting(f"--model is missing; give the target whose files have the modules {path}")
     if not stated:
         raise BadSetting(f"--model is missing; give the target, which the files of {path} do not name")
     return stated

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import generation
-from specbeam.doors.cli.common import check_options, method_from, print_json, quiet_load
+from specbeam.doors.cli.common import method_from, print_json, quiet_load
 from specbeam.doors.cli.generate import gather
 from specbeam.doors.cli.options import Json, PairArguments, PromptFiles, PromptTexts, Settings, file_to_write
 from specbeam.doors.places import write_output
@@ -25,7 +25,7 @@ class InspectArguments(PairArguments):
     file: PromptFiles = []
     setting: Settings = []
     options: dict[str, Any] = generation(without=["num_return_sequences"])
-    turn: Annotated[int, typer.Option(help="Number of the turn (target pass) to draw, counted from 1.")] = 1
+    turn: Annotated[int, typer.Option(min=1, help="Number of the turn (target pass) to draw, counted from 1.")] = 1
     seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same picture.")] = 0
     svg: Annotated[Path | None, file_to_write("Also write the picture to this SVG file.")] = None
     json: Json = False
@@ -38,9 +38,6 @@ def inspect(given: InspectArguments) -> int:
         raise BadPrompt(f"inspect draws the forest of one prompt, and there are {len(sources)}; give one")
     # A fixed depth gives the same forest on every machine; depth="auto" depends on the machine's speed.
     method = method_from("dsbd", ["trace=true", "depth=4", *given.setting])
-    check_options(given.options)
-    if given.turn < 1:
-        raise BadSetting(f"--turn is {given.turn}; turns are counted from 1")
     from specbeam.doors import render
     from specbeam.doors.trace import words_of
     from specbeam.generation import turns_of
@@ -48,7 +45,7 @@ def inspect(given: InspectArguments) -> int:
     pair = quiet_load(**given.pair, sources=True)
     options: Any = given.options
     turns = list(turns_of(pair, sources[0].text, method, seed=given.seed, **options))
-    if not 1 <= given.turn <= len(turns):
+    if given.turn > len(turns):
         raise BadSetting(f"--turn is {given.turn}, but the generation has turns 1 to {len(turns)}")
     chosen = turns[given.turn - 1]
     nodes = render.picture(chosen, words_of(pair.tokenizer))

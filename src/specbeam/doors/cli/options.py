@@ -1,85 +1,115 @@
-"""Options shared by several commands."""
+"""Options shared by several commands.
 
+The value of an option is checked while the command line is read, before a command imports torch or loads a model: numbers
+by typer's ranges; paths and names by callbacks, whose sentences say more than typer's ("there is no file x; give a file, or
+a name: gsm8k, ..."; permissions; the near name). A callback imports nothing heavy; a test holds all of them to it.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from specbeam.doors.cli.arguments import Record, generation
-from specbeam.doors.cli.common import check_method, check_options, quiet_load, with_files
+from specbeam.doors.cli.common import check_method, quiet_load
+from specbeam.doors.method_names import setting_names
+from specbeam.doors.model_files import check_languages, check_model, require_place_of_model
+from specbeam.doors.options.checks import LARGEST_INTEGER
 from specbeam.doors.places import require_file, require_folder_place, require_place
+from specbeam.doors.prompts import require_source
+from specbeam.engines.choices import check_engine, check_is_model, check_kv, check_rounding
+from specbeam.errors import BadSetting
 
 if TYPE_CHECKING:
     from specbeam.models.pair import Pair
 
 
-def existing_files(files: list[Path] | None) -> list[Path] | None:
-    """Return the files of an option. Raises `MissingFile` if one cannot be read."""
-    for file in files or []:
-        require_file(file)
-    return files
+def parameters(text: str, option: str = "--grow") -> int:
+    """Return the number in a text such as "100M", "1.5B", "128K" or "5000".
+
+    Raises `BadSetting`, which names the option, for any other text.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise BadSetting(f"{option} is {text!r}; it must be a number like 128K, 100M or 1.5B")
+    return round(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[match[2].upper()])
 
 
-def _place(file: Path | None) -> Path | None:
-    """Return an option's file. Raises `CannotWrite` if it cannot be written."""
-    if file is not None:
-        require_place(file)
-    return file
+def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """Return a callback for typer that checks the value of an option, or each of its values, and returns it unchanged.
+
+    Args:
+        check: raises an error for a wrong value; not called for an option that is not given.
+    """
+
+    def callback(value: Any) -> Any:
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if one is not None:
+                check(one)
+        return value
+
+    return callback
 
 
-def _folder_place(folder: Path | None) -> Path | None:
-    """Return an option's folder. Raises `CannotWrite` if nothing can be written to it."""
-    if folder is not None:
-        require_folder_place(folder)
-    return folder
+def _check_picture(file: Path) -> None:
+    """Raise `MissingFile` or `MissingPackage` if a plot cannot be written."""
+    from specbeam.lab.bench.pictures import check_picture
+
+    check_picture(file)
 
 
-def _picture(file: Path | None) -> Path | None:
-    """Return the file of a plot. Raises `MissingFile` or `MissingPackage` if the plot cannot be written."""
-    if file is not None:
-        from specbeam.lab.bench.pictures import check_picture
-
-        check_picture(file)
-    return file
-
-
-def _use_threads(count: int | None) -> int | None:
-    """Set the number of torch's CPU threads; None: leave it."""
-    if count is not None:
-        import torch
-
-        torch.set_num_threads(count)
-    return count
+def _use_threads(count: int) -> None:
+    """Set the number of torch's CPU threads, by the variables that torch reads when it is imported if it is not yet."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(count)
+    else:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ[name] = str(count)
 
 
-def _known_engine(engine: str | None) -> str | None:
-    """Return the name of an engine. Raises `BadSetting` if users cannot choose it, before any model is loaded."""
-    if engine not in (None, "auto"):
-        from specbeam.models.engines import check_engine
+def _check_draft(name: str) -> None:
+    """Raise an error if a name of a draft is a path at which there is nothing, or an unknown rounding."""
+    check_is_model(name)
+    require_place_of_model(name)
 
-        check_engine(engine, {})
-    return engine
+
+def _check_quantize(name: str) -> None:
+    """Raise `BadSetting` for an unknown rounding."""
+    check_rounding(name, "quantize")
 
 
 def files_to_read(help: str, *flags: str) -> Any:
     """Return an option for input files; each must exist."""
-    return typer.Option(*flags, help=help, callback=existing_files)
+    return typer.Option(*flags, help=help, callback=checked(require_file))
+
+
+def prompt_files(help: str, *flags: str, hidden: bool = False) -> Any:
+    """Return an option for files of prompts, or names of data sets; each must exist."""
+    return typer.Option(*flags, help=help, hidden=hidden, callback=checked(lambda file: require_source(str(file))))
 
 
 def file_to_write(help: str) -> Any:
     """Return an option for an output file; its path is checked before any model is loaded."""
-    return typer.Option(help=help, callback=_place)
+    return typer.Option(help=help, callback=checked(require_place))
 
 
 def folder_to_write(help: str, *flags: str) -> Any:
     """Return an option for an output folder; its path is checked before any model is loaded."""
-    return typer.Option(*flags, help=help, callback=_folder_place)
+    return typer.Option(*flags, help=help, callback=checked(require_folder_place))
 
 
 Model = Annotated[
     str,
     typer.Option(
-        "--model", "-m", help="Target model: a path, a hub id, or 'bundled' for the bundled pair of small models."
+        "--model",
+        "-m",
+        help="Target model: a path, a hub id, or 'bundled' for the bundled pair of small models.",
+        callback=checked(check_model),
     ),
 ]
 Draft = Annotated[
@@ -90,24 +120,30 @@ Draft = Annotated[
         help="Draft model or draft head: a path or a hub id; 'mtp': the multi-token prediction modules in the target's "
         "files; 'int8', 'int4' or 'fp8': the target itself with rounded weights. By default none; the bundled target "
         "has the bundled draft.",
+        callback=checked(_check_draft),
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Grow = Annotated[
     str | None,
-    typer.Option(help="Enlarge the target to this number of weights (100M, 1B, ...) without changing its outputs."),
+    typer.Option(
+        help="Enlarge the target to this number of weights (100M, 1B, ...) without changing its outputs.",
+        callback=checked(parameters),
+    ),
 ]
 QuantizeTarget = Annotated[
     str | None,
     typer.Option(
         "--quantize",
         help="Round the target's weights to 8 or 4 bits for specbeam's methods: 'int8', 'int4' or, on a GPU, 'fp8'.",
+        callback=checked(_check_quantize),
     ),
 ]
 GrowVocab = Annotated[
     str | None,
     typer.Option(
-        help="Enlarge the vocabulary of both models to this number of tokens (128K, ...) without changing any text."
+        help="Enlarge the vocabulary of both models to this number of tokens (128K, ...) without changing any text.",
+        callback=checked(partial(parameters, option="--grow-vocab")),
     ),
 ]
 Settings = Annotated[
@@ -124,22 +160,25 @@ DemoPrompts = Annotated[list[str] | None, typer.Argument(help="Prompts; by defau
 PromptTexts = Annotated[list[str], typer.Option("--prompt", "-p", help="Prompt. May be given several times.")]
 PromptFiles = Annotated[
     list[Path],
-    typer.Option(
+    prompt_files(
+        "File of prompts: text with a prompt per line, .tsv with the prompts in its first column, or .jsonl; plain, "
+        ".gz or .xz. Or a data set: gsm8k, humaneval, mt_bench, squad or spider. May be given several times.",
         "--file",
         "-f",
-        help="File of prompts: text with a prompt per line, .tsv with the prompts in its first column, or .jsonl; plain, "
-        ".gz or .xz. Or a data set: gsm8k, humaneval, mt_bench, squad or spider. May be given several times.",
     ),
 ]
 SpacedRows = Annotated[int, typer.Option(min=1, help="Maximum number of prompts, evenly spaced over all.")]
 Threads = Annotated[
-    int | None, typer.Option(min=1, help="Number of CPU threads; by default torch's choice.", callback=_use_threads)
+    int | None,
+    typer.Option(min=1, help="Number of CPU threads; by default torch's choice.", callback=checked(_use_threads)),
 ]
-PassRows = Annotated[list[int], typer.Option(help="Number of rows per pass. May be given several times.")]
-Lengths = Annotated[list[int], typer.Option(help="Number of tokens in the KV cache. May be given several times.")]
-Plot = Annotated[Path | None, typer.Option(help="Also write a plot to this file.", callback=_picture)]
-Rounds = Annotated[int, typer.Option(help="Number of measured rounds, after a warm-up round.")]
-BatchSize = Annotated[int, typer.Option(help="Number of prompts decoded together.")]
+PassRows = Annotated[list[int], typer.Option(min=1, help="Number of rows per pass. May be given several times.")]
+Lengths = Annotated[
+    list[int], typer.Option(min=1, help="Number of tokens in the KV cache. May be given several times.")
+]
+Plot = Annotated[Path | None, typer.Option(help="Also write a plot to this file.", callback=checked(_check_picture))]
+Rounds = Annotated[int, typer.Option(min=1, help="Number of measured rounds, after a warm-up round.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Number of prompts decoded together.")]
 Device = Annotated[
     str | None, typer.Option(help="Device of the models: cpu, cuda, ...; by default a GPU if available.")
 ]
@@ -147,7 +186,8 @@ Quantize = Annotated[
     str | None,
     typer.Option(
         help="Round the target's weights: 'int8', 'int4' or, on a GPU, 'fp8'; or 'torchao-int8', 'bitsandbytes-nf4' and "
-        "others (docs/quantised.md). Texts then have the law of the rounded model."
+        "others (docs/quantised.md). Texts then have the law of the rounded model.",
+        callback=checked(_check_quantize),
     ),
 ]
 DraftVocab = Annotated[
@@ -163,7 +203,7 @@ Engine = Annotated[
     typer.Option(
         help="Engine of the models: 'gpu' or 'compiled' (specbeam's forwards for GPUs and CPUs), 'plain' (transformers' "
         "own), 'layers'; by default the fastest that fits (docs/models.md).",
-        callback=_known_engine,
+        callback=checked(lambda engine: check_engine(engine, {})),
     ),
 ]
 KeysAndValues = Annotated[
@@ -172,6 +212,7 @@ KeysAndValues = Annotated[
         "--kv",
         help="'bfloat16': round the target's KV cache on a CPU, which halves its memory. Texts then have the law of the "
         "target with rounded keys and values (docs/quantised.md).",
+        callback=checked(check_kv),
     ),
 ]
 Compile = Annotated[
@@ -204,9 +245,10 @@ MethodName = Annotated[
     typer.Option(
         "--method",
         help="Decoding method, from `specbeam methods`. By default dsbd, or beam_sampling without a draft.",
+        callback=checked(setting_names),
     ),
 ]
-NewTokens = Annotated[int, typer.Option(help="Maximum number of new tokens per answer.")]
+NewTokens = Annotated[int, typer.Option(min=1, max=LARGEST_INTEGER, help="Maximum number of new tokens per answer.")]
 Seed = Annotated[int, typer.Option(help="Random seed; the same seed gives the same texts.")]
 
 
@@ -251,11 +293,10 @@ class DecodingArguments(LoadArguments):
     batch_size: BatchSize = 32
 
     def checked_options(self) -> dict[str, Any]:
-        """Return the options of generation, checked before any model is loaded, with the content of files."""
+        """Return a copy of the options of generation, after the checks that need no model."""
+        check_languages(self.model, self.source_language, self.target_language)
         check_method(self.method, self.setting)
-        options = with_files(self.options)
-        check_options(options, self.batch_size)
-        return options
+        return dict(self.options)
 
     def load(self, options: dict[str, Any]) -> "Pair":
         """Load the pair, and set its languages in the tokenizer and in `options`."""

@@ -7,6 +7,9 @@ import typer
 
 from specbeam.doors.cli.arguments import Record, group
 from specbeam.doors.cli.serve_options import given_options, server_parameters
+from specbeam.doors.method_names import setting_names
+from specbeam.doors.model_files import check_model
+from specbeam.doors.places import require_file
 from specbeam.errors import MissingPackage
 
 
@@ -34,6 +37,14 @@ def serve(given: ServeArguments) -> int:
     except ImportError as error:
         raise MissingPackage(f"serve needs {error.name}: pip install fastapi uvicorn prometheus-client") from error
     from specbeam.apps.serve.config import read_config
+
+    config = read_config(given.config, given.options)
+    check_model(config.model)
+    for name in (config.method, *config.methods):
+        if name not in ("", "auto"):
+            setting_names(name)
+    if config.chat_template:
+        require_file(Path(config.chat_template).expanduser(), "give a file with a chat template")
     from specbeam.apps.serve.run import serve as serve_until_ended
 
-    return serve_until_ended(read_config(given.config, given.options))
+    return serve_until_ended(config)

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from specbeam.doors.cli.arguments import Record, add_command, given_options, group, parameter, parameter_of
 from specbeam.doors.cli.common import print_records, quiet_load
-from specbeam.doors.cli.options import Engine, Json, Model, Threads, folder_to_write
+from specbeam.doors.cli.options import Engine, Json, Model, Threads, checked, folder_to_write, prompt_files
+from specbeam.doors.model_files import check_model
 from specbeam.doors.options.head_kinds import DRAFT_SCHEDULE, HEAD_KINDS, HEAD_SCHEDULE, WINDOW_KIND, HeadKind
 from specbeam.doors.options.table import OPTIONS
 from specbeam.doors.prompts import read, spread
@@ -48,12 +49,12 @@ class TrainingArguments(Record):
     engine: Engine = "auto"
     data: Annotated[
         list[Path],
-        typer.Option(
+        prompt_files(
+            "File of training prompts: text with a prompt per line, .tsv, or .jsonl; plain, .gz or .xz. May be given "
+            "several times.",
             "--data",
             "--file",
             "-f",
-            help="File of training prompts: text with a prompt per line, .tsv, or .jsonl; plain, .gz or .xz. May be given "
-            "several times.",
         ),
     ] = []
     columns: Annotated[str, typer.Option(help="Column of the prompts in a .tsv, counted from 1.")] = "1"
@@ -68,16 +69,19 @@ class TrainingArguments(Record):
         ),
     ] = None
     plan: dict[str, Any] = group(())
-    beams: Annotated[int, typer.Option(help="Number of beams that the target draws for each prompt.")] = 4
-    temperature: Annotated[float, typer.Option(help="Sampling temperature of the draws.")] = 1.0
+    beams: Annotated[int, typer.Option(min=1, help="Number of beams that the target draws for each prompt.")] = 4
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature of the draws.")] = 1.0
     cuts: dict[str, Any] = group(CUTS, given_options)
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens drawn per beam.")] = 80
-    epochs: Annotated[int, typer.Option(help="Number of passes over the drawn texts.")] = 4
-    rate: Annotated[float, typer.Option(help="Learning rate of Muon, for the weight matrices of the layers.")] = 0.02
-    embedding_rate: Annotated[float, typer.Option(help="Learning rate of Adam, for all other weights.")] = 0.002
-    batch_tokens: Annotated[int, typer.Option(help="Number of tokens of a batch.")] = 4_000
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens drawn per beam.")] = 80
+    epochs: Annotated[int, typer.Option(min=1, help="Number of passes over the drawn texts.")] = 4
+    rate: Annotated[
+        float, typer.Option(min=0, help="Learning rate of Muon, for the weight matrices of the layers.")
+    ] = 0.02
+    embedding_rate: Annotated[float, typer.Option(min=0, help="Learning rate of Adam, for all other weights.")] = 0.002
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens of a batch.")] = 4_000
     variation: Annotated[
-        float, typer.Option(help="Weight of total variation in the loss, in [0, 1]; the rest is cross-entropy.")
+        float,
+        typer.Option(min=0, max=1, help="Weight of total variation in the loss, in [0, 1]; the rest is cross-entropy."),
     ] = 0.5
     seed: TrainingSeed = 0
     threads: Threads = None
@@ -138,7 +142,7 @@ PLAN_OPTIONS: dict[str, Any] = {
         typer.Option(help="Weight in the loss of the error of estimated hidden states; by default 10."),
     ],
     "read_out": Annotated[
-        str | None,
+        Literal["shared", "own"] | None,
         typer.Option(
             help="'shared': a linear map per depth and a common output matrix; 'own': an output matrix per depth. By "
             "default 'shared'."
@@ -147,27 +151,33 @@ PLAN_OPTIONS: dict[str, Any] = {
     "shown": Annotated[
         float | None,
         typer.Option(
-            help="Share of training blocks with some tokens revealed, for drafting in several steps; by default 0.5."
+            min=0,
+            max=1,
+            help="Share of training blocks with some tokens revealed, for drafting in several steps; by default 0.5.",
         ),
     ],
-    "prefix": Annotated[int | None, typer.Option(help="Number of soft prompts in each layer; by default 16.")],
+    "prefix": Annotated[int | None, typer.Option(min=0, help="Number of soft prompts in each layer; by default 16.")],
     "enters": Annotated[
         int | None,
         typer.Option(
+            min=1,
             help="Layer at which the extra rows enter, counted from 0; by default the middle layer, or the last but one if "
-            "the layers after it are trained."
+            "the layers after it are trained.",
         ),
     ],
     "exit_layer": Annotated[
         int | None,
         typer.Option(
+            min=1,
             help="Number of the target's layers before the exit layer; by default the fastest number in a short trial, by "
-            "the costs of passes on this machine."
+            "the costs of passes on this machine.",
         ),
     ],
     "decay": Annotated[
         float | None,
-        typer.Option(help="Weight in the loss of each depth, relative to the previous one; by default 0.8."),
+        typer.Option(
+            min=0, max=1, help="Weight in the loss of each depth, relative to the previous one; by default 0.8."
+        ),
     ],
 }
 # The options of a new draft model.
@@ -176,10 +186,13 @@ DRAFT_OPTIONS = (
         "start",
         Annotated[
             str | None,
-            typer.Option(help="Model to continue training from: a path or a hub id; by default, a new model."),
+            typer.Option(
+                help="Model to continue training from: a path or a hub id; by default, a new model.",
+                callback=checked(check_model),
+            ),
         ],
     ),
-    parameter("layers", Annotated[int, typer.Option(help="Number of layers of a new model.")], 2),
+    parameter("layers", Annotated[int, typer.Option(min=1, help="Number of layers of a new model.")], 2),
     parameter(
         "hidden",
         Annotated[
@@ -308,12 +321,9 @@ def _run(
 
 def training_bar() -> "Progress":
     """Return the progress bar of a training."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-
     from specbeam.doors.cli.screen import progress_bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return progress_bar(*columns, stays=True)
+    return progress_bar(stays=True)
 
 
 _WORK = {

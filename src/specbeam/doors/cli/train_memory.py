@@ -1,7 +1,7 @@
 """The command `specbeam train hmt`: training of a memory for a model, from long texts."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -35,35 +35,45 @@ class MemoryArguments(Record):
             "-f",
         ),
     ] = []
-    segment: Annotated[int | None, typer.Option(help="Number of new tokens per segment; by default 222.")] = None
+    segment: Annotated[int | None, typer.Option(min=1, help="Number of new tokens per segment; by default 222.")] = None
     window: Annotated[
         int | None,
         typer.Option(help="Total number of positions per segment, in place of --segment: segment + sensory + 2."),
     ] = None
-    sensory: Annotated[int, typer.Option(help="Number of tokens of the previous segment that a segment sees.")] = 32
-    memories: Annotated[int, typer.Option(help="Number of segments with recallable memories.")] = 300
-    share: Annotated[float, typer.Option(help="Share of a segment used for its query.")] = 0.5
+    sensory: Annotated[
+        int, typer.Option(min=0, help="Number of tokens of the previous segment that a segment sees.")
+    ] = 32
+    memories: Annotated[int, typer.Option(min=1, help="Number of segments with recallable memories.")] = 300
+    share: Annotated[float, typer.Option(min=0, max=1, help="Share of a segment used for its query.")] = 0.5
     recall: Annotated[
-        str, typer.Option(help="Recalled memory: 'attention' (HMT), 'previous' (RMT), or 'initial' (none).")
+        Literal["attention", "previous", "initial"],
+        typer.Option(help="Recalled memory: 'attention' (HMT), 'previous' (RMT), or 'initial' (none)."),
     ] = "attention"
     query: Annotated[
-        str, typer.Option(help="Tokens of the query: 'previous_tail', 'refresh', or 'first_half' as in the paper.")
+        Literal["previous_tail", "refresh", "first_half"],
+        typer.Option(help="Tokens of the query: 'previous_tail', 'refresh', or 'first_half' as in the paper."),
     ] = "refresh"
     width: Annotated[int | None, typer.Option(help="Size of queries and keys; by default the embedding size.")] = None
     stages: Annotated[str, typer.Option(help="Training stages, each as SEGMENTS_PER_TEXT:STEPS.")] = "2:200,4:300"
     previous_steps: Annotated[
         int, typer.Option(help="Steps before these stages that recall the previous segment's memory (RMT).")
     ] = 0
-    batch: Annotated[int, typer.Option(help="Number of texts per step.")] = 8
-    rate: Annotated[float, typer.Option(help="Learning rate of the model.")] = 1e-5
-    memory_rate: Annotated[float, typer.Option(help="Learning rate of the memory.")] = 1e-3
+    batch: Annotated[int, typer.Option(min=1, help="Number of texts per step.")] = 8
+    rate: Annotated[float, typer.Option(min=0, help="Learning rate of the model.")] = 1e-5
+    memory_rate: Annotated[float, typer.Option(min=0, help="Learning rate of the memory.")] = 1e-3
     frozen: Annotated[bool, typer.Option("--frozen", help="Train the memory only, not the model.")] = False
-    loss_on: Annotated[str, typer.Option(help="Segments in the loss: 'all' of a text, or the 'last' one.")] = "all"
+    loss_on: Annotated[
+        Literal["all", "last"], typer.Option(help="Segments in the loss: 'all' of a text, or the 'last' one.")
+    ] = "all"
     prompt_weight: Annotated[
         float, typer.Option(help="Weight of prompt tokens in the loss; answer tokens have weight 1.")
     ] = 1.0
-    depth: Annotated[int | None, typer.Option(help="Number of segments for backpropagation; by default all.")] = None
-    check_every: Annotated[int, typer.Option(help="Number of steps between evaluations on held-out texts.")] = 100
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="Number of segments for backpropagation; by default all.")
+    ] = None
+    check_every: Annotated[int, typer.Option(min=1, help="Number of steps between evaluations on held-out texts.")] = (
+        100
+    )
     seed: TrainingSeed = 0
     threads: Threads = None
     json: Json = False
@@ -104,11 +114,12 @@ def _stages(text: str) -> tuple[tuple[int, int], ...]:
 def train_memory(given: MemoryArguments) -> int:
     """Train a memory (HMT), so that a model can read texts of any length in segments and recall earlier ones."""
     plan = given.plan
-    schedule = given.schedule
-    from specbeam.lab.train.hmt import read_documents, train_hmt
-
+    _stages(given.stages)
     if not given.data:
         raise BadSetting("--data is missing; give a file of long texts similar to later ones")
+    from specbeam.lab.train.hmt import read_documents, train_hmt
+
+    schedule = given.schedule
     target = quiet_load(given.model, None, engine=given.engine)
     documents = read_documents(given.data, target.tokenizer, given.prompt_weight)
     with training_bar() as progress:

@@ -1,15 +1,32 @@
 """The command `specbeam transcribe`: transcripts of audio files, in several formats."""
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from specbeam.core.whole_files import write_whole
 from specbeam.doors.cli.arguments import Record
-from specbeam.doors.cli.common import complain, method_from, quiet_load
-from specbeam.doors.cli.options import Device, Draft, Engine, KeysAndValues, QuantizeTarget, Settings
+from specbeam.doors.cli.common import complain, method_from, quiet_load, say
+from specbeam.doors.cli.options import (
+    Device,
+    Draft,
+    Engine,
+    KeysAndValues,
+    QuantizeTarget,
+    Settings,
+    checked,
+    folder_to_write,
+)
+from specbeam.doors.method_names import setting_names
+from specbeam.doors.model_files import check_model, check_spoken_language, require_speech_model
 from specbeam.errors import BadAudio, BadSetting, MissingFile
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from specbeam.apps.speech.records import Segment
 
 ENDINGS = {"text": "txt", "json": "json", "verbose_json": "json", "srt": "srt", "vtt": "vtt"}
 # Options of `specbeam.transcribe` with defaults of its own.
@@ -23,18 +40,24 @@ class TranscribeArguments(Record):
     """Arguments of the command."""
 
     audio: Annotated[list[Path], typer.Argument(help="Audio files: WAV, FLAC, MP3, OGG, M4A, MP4, WebM and others.")]
-    model: Annotated[str, typer.Option("--model", "-m", help="Whisper model: a path or a hub id.")]
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="Whisper model: a path or a hub id.", callback=checked(check_model)),
+    ]
     draft: Draft = None
     method: Annotated[
         str | None,
-        typer.Option(help="Method at temperature 0; by default beam search with 5 beams, speculative with a draft."),
+        typer.Option(
+            help="Method at temperature 0; by default beam search with 5 beams, speculative with a draft.",
+            callback=checked(setting_names),
+        ),
     ] = None
     setting: Settings = []
     language: Annotated[
         str | None, typer.Option(help="Language of the speech, such as 'de' or 'german'; by default detected.")
     ] = None
     task: Annotated[
-        str | None,
+        Literal["transcribe", "translate"] | None,
         typer.Option(
             help="'transcribe', or 'translate' into English; by default the model's own setting, or 'transcribe'."
         ),
@@ -52,16 +75,19 @@ class TranscribeArguments(Record):
         typer.Option(help="Prompt each window with the text before it; by default the model's own setting, or off."),
     ] = None
     format: Annotated[
-        str, typer.Option("--format", "-f", help="Format of the output: text, json, verbose_json, srt or vtt.")
+        Literal["text", "json", "verbose_json", "srt", "vtt"],
+        typer.Option("--format", "-f", help="Format of the output."),
     ] = "text"
-    max_line_width: Annotated[int | None, typer.Option(help="Maximum number of characters per line of subtitles.")] = (
-        None
-    )
+    max_line_width: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of characters per line of subtitles.")
+    ] = None
     max_line_count: Annotated[
-        int | None, typer.Option(help="Maximum number of lines per cue; longer segments are split into several cues.")
+        int | None,
+        typer.Option(min=1, help="Maximum number of lines per cue; longer segments are split into several cues."),
     ] = None
     output: Annotated[
-        Path | None, typer.Option(help="Output folder, with a file per audio file; by default, standard output.")
+        Path | None,
+        folder_to_write("Output folder, with a file per audio file; by default, standard output."),
     ] = None
     timestamps: Annotated[
         bool, typer.Option(help="Let the model write timestamps, which split the text into segments.")
@@ -69,11 +95,11 @@ class TranscribeArguments(Record):
     temperature: Annotated[
         list[float],
         typer.Option(
-            help="Temperature. May be given several times: the next one is used for texts that fail a threshold."
+            min=0, help="Temperature. May be given several times: the next one is used for texts that fail a threshold."
         ),
     ] = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     best_of: Annotated[
-        int, typer.Option(help="Number of texts to draw at temperatures above 0; the best one is kept.")
+        int, typer.Option(min=1, help="Number of texts to draw at temperatures above 0; the best one is kept.")
     ] = 5
     compression_ratio_threshold: Annotated[
         float | None,
@@ -96,7 +122,7 @@ class TranscribeArguments(Record):
     ] = None
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(help="Maximum number of tokens per window; by default the model's limit."),
+        typer.Option(min=1, help="Maximum number of tokens per window; by default the model's limit."),
     ] = None
     seed: Annotated[
         int | None, typer.Option(help="Random seed; the same seed gives the same text. By default random.")
@@ -116,36 +142,63 @@ class TranscribeArguments(Record):
 def transcribe(given: TranscribeArguments) -> int:
     """Transcribe audio files with a Whisper model."""
     from specbeam.apps.speech.formats import check_format, formatted
-    from specbeam.apps.speech.transcribe import transcribe as transcribed
 
     lines = given.named("max_line_width", "max_line_count")
     check_format(given.format, **lines)
     if given.setting and given.method is None:
         raise BadSetting("--set needs --method; give both")
+    require_speech_model(given.model)
+    check_spoken_language(given.model, given.language)
+    readable = [number for number, file in enumerate(given.audio) if _is_readable(file)]
+    if not readable:
+        return 1
     method = None if given.method is None else method_from(given.method, given.setting)
     files = given.audio
     targets = [] if given.output is None else _targets(files, given.output, given.format)
-    readable = [number for number, file in enumerate(files) if _is_readable(file)]
+    from specbeam.apps.speech.transcribe import transcribe as transcribed
+
     loaded = given.named("device", "quantize", "kv", "engine")
-    if not readable and not any(
-        given.named("device", "quantize", "kv").values()
-    ):  # otherwise load the model, to check these options
-        return 1
     pair = quiet_load(given.model, given.draft, sources=True, **loaded)
     failed = len(files) - len(readable)
-    for number in readable:
-        try:
-            (found,) = transcribed(pair, files[number], method, **given.options)
-        except (BadAudio, MissingFile) as error:
-            complain(str(error))
-            failed += 1
-            continue
-        text = formatted(found, given.format, **lines)
-        if given.output is None:
-            print(text, end="", flush=True)
-        else:
-            write_whole(targets[number], text.encode("utf-8"))
+    prints_segments = given.output is None and given.format == "text"  # a line per segment, as soon as it is there
+    on_segment = _print_segment if prints_segments else None
+    with _progress_bar() as bar:
+        for number in readable:
+            file = files[number]
+            show = partial(_show, bar, bar.add_task(file.name, total=None, seconds=""))
+            try:
+                (found,) = transcribed(pair, file, method, on_progress=show, on_segment=on_segment, **given.options)
+            except (BadAudio, MissingFile) as error:
+                complain(str(error))
+                failed += 1
+                continue
+            text = formatted(found, given.format, **lines)
+            if given.output is not None:
+                write_whole(targets[number], text.encode("utf-8"))
+            elif not prints_segments:
+                print(text, end="", flush=True)
     return 1 if failed else 0
+
+
+def _print_segment(number: int, segment: "Segment") -> None:
+    """Print the text of a segment, as the format "text" does."""
+    if text := segment.text.strip():
+        say(text)
+
+
+def _progress_bar() -> "Progress":
+    """Return a bar that shows the seconds of audio that are done, and the time left."""
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+
+    from specbeam.doors.cli.screen import progress_bar
+
+    name, seconds = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[seconds]}"))
+    return progress_bar(name, BarColumn(), seconds, TimeRemainingColumn())
+
+
+def _show(bar: "Progress", task: Any, number: int, done: float, total: float) -> None:
+    """Show the seconds of a recording that are done."""
+    bar.update(task, completed=done, total=total, seconds=f"{done:.0f} of {total:.0f} s")
 
 
 def _is_readable(file: Path) -> bool:
@@ -162,8 +215,6 @@ def _is_readable(file: Path) -> bool:
 
 def _targets(files: list[Path], folder: Path, format: str) -> list[Path]:
     """Return the output file of each audio file. Raises `BadSetting` if two are the same."""
-    if folder.exists() and not folder.is_dir():
-        raise BadSetting(f"{folder} is a file; give a folder")
     folder.mkdir(parents=True, exist_ok=True)
     targets = [folder / f"{file.stem}.{ENDINGS[format]}" for file in files]
     twice = {target for target in targets if targets.count(target) > 1}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.common import demo_sentences, print_json, quiet_load
-from specbeam.doors.cli.options import Json, Lengths, PairArguments, PromptTexts
+from specbeam.doors.cli.options import Json, Lengths, PairArguments, PromptTexts, prompt_files
 from specbeam.doors.prompts import read, spread
 from specbeam.errors import BadSetting
 
@@ -26,9 +26,9 @@ class TuneArguments(PairArguments):
     """Arguments of the command."""
 
     context: Lengths = [64]
-    beams: Annotated[int, typer.Option(help="Number of beams, for --explain.")] = 4
+    beams: Annotated[int, typer.Option(min=1, help="Number of beams, for --explain.")] = 4
     draft_beams: Annotated[
-        int | None, typer.Option(help="Number of draft nodes per layer, for --explain; by default beams + 2.")
+        int | None, typer.Option(min=1, help="Number of draft nodes per layer, for --explain; by default beams + 2.")
     ] = None
     odds: Annotated[
         float, typer.Option(help="Probability that a draft layer is accepted, in (0, 1), for --explain.")
@@ -39,18 +39,20 @@ class TuneArguments(PairArguments):
     prompt: PromptTexts = []
     file: Annotated[
         list[Path],
-        typer.Option(
+        prompt_files(
+            "File of prompts similar to later ones. On 30 of them, tune measures how often the first, second, "
+            "... draft tried is accepted, for sequoia. The bundled pair has default prompts.",
             "--file",
             "-f",
-            help="File of prompts similar to later ones. On 30 of them, tune measures how often the first, second, "
-            "... draft tried is accepted, for sequoia. The bundled pair has default prompts.",
         ),
     ] = []
     skip_ratio: Annotated[
         float | None,
         typer.Option(
+            min=0,
+            max=1,
             help="Share of the target's sublayers to skip in drafts, such as 0.45. tune searches for the best sublayers on "
-            "these prompts, and stores them for swift with the same ratio and task."
+            "these prompts, and stores them for swift with the same ratio and task.",
         ),
     ] = None
     task: Annotated[str | None, typer.Option(help="Name of the kind of texts, for --skip-ratio and swift.")] = None
@@ -74,20 +76,27 @@ class Measured:
 
 def tune(given: TuneArguments) -> int:
     """Measure pass times and draft acceptance on this machine, and save them for depth='auto' and sequoia."""
-    from specbeam.recipes.beams import dsbd
-
     _check(given)
-    dsbd(given.beams, given.draft_beams, width="fixed")  # raises an error for wrong numbers
     texts = _prompts(given.model, given.prompt, given.file)
     if given.skip_ratio is not None and not texts:
         raise BadSetting("--skip-ratio needs prompts; give --file")
+    from specbeam.recipes.beams import dsbd
+
+    dsbd(given.beams, given.draft_beams, width="fixed")  # raises an error for wrong numbers
     pair = quiet_load(**given.pair)
     models = {"target": pair.forgetful_target} | ({"draft": pair.draft} if _is_model(pair.draft) else {})
-    measured = Measured(
-        {name: {context: _cost_curve(lm, context) for context in given.context} for name, lm in models.items()},
-        _measured_acceptance(pair, texts),
-        _found_sublayers(pair, texts, given.skip_ratio, given.task),
-    )
+    from specbeam.doors.cli.screen import counted, working
+
+    curves: dict[str, dict[int, CostCurve]] = {name: {} for name in models}
+    with counted("passes timed, by model and cached tokens", len(models) * len(given.context)) as advance:
+        for name, lm in models.items():
+            for context in given.context:
+                curves[name][context] = _cost_curve(lm, context)
+                advance()
+    by_rank = _measured_acceptance(pair, texts)
+    with working("searching for sublayers to skip"):
+        found = _found_sublayers(pair, texts, given.skip_ratio, given.task)
+    measured = Measured(curves, by_rank, found)
     if given.json:
         print_json(_record(measured))
         return 0
@@ -112,7 +121,6 @@ def _check(given: TuneArguments) -> None:
         raise BadSetting(f"--odds is {given.odds}; it must be a probability in (0, 1)")
     if given.skip_ratio is None and given.task is not None:
         raise BadSetting(f"--task {given.task!r} needs --skip-ratio; give both, or leave --task out")
-    given.require_positive("context")
 
 
 def _is_model(draft: object) -> bool:
@@ -174,13 +182,16 @@ def _prompts(model: str, prompts: list[str], files: list[Path]) -> list[str]:
 
 def _measured_acceptance(pair: "Pair", prompts: list[str]) -> "Acceptance | None":
     """Measure acceptance by rank and save it for `sequoia`; None without a draft model or prompts."""
+    from specbeam.doors.cli.screen import progress_bar
     from specbeam.lab.bench.acceptance import acceptance
     from specbeam.models.huggingface import HuggingFaceLM
     from specbeam.recipes.tuning.acceptance import save_acceptance, with_guess
 
     if not isinstance(pair.draft, HuggingFaceLM) or not prompts:
         return None
-    found = acceptance(pair, prompts, children=5, max_new_tokens=48)
+    with progress_bar() as bar:
+        counted_prompts = bar.track(prompts, description="acceptance on prompts")
+        found = acceptance(pair, counted_prompts, children=5, max_new_tokens=48)
     save_acceptance(pair.forgetful_target, pair.draft, with_guess(found.odds, found.nodes))
     return found
 

@@ -1,10 +1,11 @@
 """The options `--grow`, `--grow-draft` and `--grow-vocab`: models that are enlarged before they are timed."""
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 from specbeam.doors.cli.common import quiet_load
+from specbeam.doors.cli.options import parameters
+from specbeam.engines.choices import is_rounding
 from specbeam.engines.eligibility import reads_sources
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lab.bench.widen_head import grown_head
@@ -15,7 +16,6 @@ from specbeam.models.heads.head import Head
 from specbeam.models.heads.read import head_model
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.pair import Pair, load
-from specbeam.models.quantised import is_rounding
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,3 @@ def _enlarged(target: Any, growth: GrownSizes) -> Any:
 def _grown(model: Any, count: int) -> Any:
     """Return a model with about this number of weights and the same outputs."""
     return grown_reader(model, count) if reads_sources(model) else grown(model, count)
-
-
-def parameters(text: str, option: str = "--grow") -> int:
-    """Return the number in a text such as "100M", "1.5B", "128K" or "5000".
-
-    Raises `BadSetting`, which names the option, for any other text.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise BadSetting(f"{option} is {text!r}; it must be a number like 128K, 100M or 1.5B")
-    return round(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[match[2].upper()])

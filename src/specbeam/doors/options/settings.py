@@ -10,10 +10,9 @@ from specbeam.core.constraint import Constrained, Constraint, Form
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.core.laws.warp import Warp, truncation_of
 from specbeam.core.limits import Decode, Limits
-from specbeam.core.names import hint
 from specbeam.doors.catalogue import catalogue
 from specbeam.doors.inputs import token_lists
-from specbeam.doors.options.checks import FORMS, as_list, as_texts, check_forms, require
+from specbeam.doors.options.checks import FORMS, as_list, as_texts, require
 from specbeam.doors.options.generation_config import read
 from specbeam.doors.options.processors import (
     TextFacts,
@@ -23,7 +22,7 @@ from specbeam.doors.options.processors import (
     warpers_of,
     watermark_of,
 )
-from specbeam.doors.options.table import OPTIONS, aliases, config_names, warper_names
+from specbeam.doors.options.table import OPTIONS, checked_values, config_names, warper_names
 from specbeam.errors import BadPrompt, BadSetting, NotSupported
 
 if TYPE_CHECKING:
@@ -44,20 +43,11 @@ class Settings:
     config: "GenerationConfig | None" = None
 
     def __init__(self, **given: Any) -> None:
-        unknown = sorted(set(given) - set(OPTIONS))
-        if unknown:
-            names = ", ".join(OPTIONS)
-            near = hint(unknown[0], OPTIONS, aliases())
-            raise BadSetting(f"generate() has no option {', '.join(unknown)}{near}; it has {names}")
-        values = {name: option.default for name, option in OPTIONS.items()} | given
-        if values["decoder_input_ids"] is not None:
-            values["decoder_input_ids"] = as_decoder_prompts(values["decoder_input_ids"])
-        if values["catalogue"] is not None:
-            values["catalogue"] = catalogue(values["catalogue"])
-        for name in given:
-            OPTIONS[name].check(values[name])
-        check_forms(values)
-        self.values: Mapping[str, Any] = values
+        if given.get("decoder_input_ids") is not None:
+            given["decoder_input_ids"] = as_decoder_prompts(given["decoder_input_ids"])
+        if given.get("catalogue") is not None:
+            given["catalogue"] = catalogue(given["catalogue"])
+        self.values: Mapping[str, Any] = checked_values(given)
 
     def __getattr__(self, name: str) -> Any:
         if name == "values" or name not in self.values:

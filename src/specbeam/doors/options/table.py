@@ -14,6 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, get_type_hints
 
 from specbeam.core.errors import BadSetting
+from specbeam.core.names import hint
 from specbeam.doors.options import checks
 from specbeam.doors.options.checks import (
     FINITE,
@@ -151,6 +152,22 @@ class GenerationOption:
             return
         for is_valid, expected in self.checks:
             checks.require(is_valid(value), self.name, value, expected)
+
+
+def checked_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all options, completed by defaults.
+
+    Raises `BadSetting` for the first given option that is unknown or has a wrong value.
+    """
+    unknown = sorted(set(given) - set(OPTIONS))
+    if unknown:
+        near = hint(unknown[0], OPTIONS, aliases())
+        raise BadSetting(f"generate() has no option {', '.join(unknown)}{near}; it has {', '.join(OPTIONS)}")
+    values = {name: option.default for name, option in OPTIONS.items()} | dict(given)
+    for name in given:
+        OPTIONS[name].check(values[name])
+    checks.check_forms(values)
+    return values
 
 
 def _counted(least: int, meaning: str = "") -> tuple[Check, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from specbeam.core.ranked import WHOLE
 from specbeam.engines import families
 from specbeam.engines.arrays import Integers, LogitRows, Panels, States, Tapped, Vector, WindowSizes
 from specbeam.engines.blocks import BlockMatrix, BlockNumbers, joined_blocks
+from specbeam.engines.choices import Rounding
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.block_panels import write_blocks
 from specbeam.engines.cpu.cache import CpuCache
@@ -90,7 +91,7 @@ if TYPE_CHECKING:
 # instructions multiply a few rows faster than tiles. For rounded matrices `multiply` chooses by the number of rows.
 TILED_FROM = 30_000_000
 
-Rounding = Literal["int8", "int4"]
+
 _NO_LIMIT = 1 << 40  # number of positions of a model that uses only distances
 _WORDS = (torch.float32, torch.bfloat16, torch.float16)  # the types that panels keep
 # The types whose bits are laid out in panels of a kind without a conversion to float32.

@@ -12,10 +12,10 @@ from torch import nn
 
 from specbeam.core.compiling.repeated import Repeated
 from specbeam.engines.arrays import AnyArray, Integers, OwnStates, States, TokenIds
+from specbeam.engines.choices import Rounding
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.decoder import (
     CompiledDecoder,
-    Rounding,
     angles_of_model,
     kind_of_panels,
     kinds_of_panels,

@@ -1,6 +1,6 @@
 """Acceptance by rank: how often the k-th draft token tried is the accepted one. Sequoia plans its tree with this."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class Acceptance:
         return tuple(errors.tolist())
 
 
-def acceptance(pair: Pair, prompts: Sequence[Prompt], children: int = 8, seed: int = 0, **options: Any) -> Acceptance:
+def acceptance(pair: Pair, prompts: Iterable[Prompt], children: int = 8, seed: int = 0, **options: Any) -> Acceptance:
     """Measure how often the k-th draft token tried is the accepted one.
 
     The drafts are wide flat trees: `children` draws without replacement under the last token, tried in the order in

@@ -7,41 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from specbeam import (
-    Method,
-    Pair,
-    beam_sampling,
-    beam_search,
-    dsbd,
-    greedy,
-    sampling,
-    speculative_beam_search,
-    speculative_sampling,
-)
-from specbeam.doors import Prompt, warper_names
+from specbeam import Method, Pair
+from specbeam.doors import Prompt, method_from, warper_names
 from specbeam.errors import MissingPackage
 from specbeam.lab.bench.baselines import transformers
 from specbeam.lab.bench.outcome import Contender, Outcome, specbeam
 from specbeam.lab.bench.speed import Spread, in_batches, interleaved
+from specbeam.lab.words import CLIFF_METHODS, CLIFF_OPTIONS
 
-# name of a method -> (its recipe, the mode of transformers that it replaces)
-METHODS: dict[str, tuple[Callable[[], Method], str]] = {
-    "sampling": (sampling, "sampling"),
-    "beam_sampling": (beam_sampling, "beam_sampling"),
-    "dsbd": (dsbd, "beam_sampling"),
-    "dsbd width=dynamic": (partial(dsbd, width="dynamic"), "beam_sampling"),
-    "beam_search": (beam_search, "beam_search"),
-    "speculative_beam_search": (speculative_beam_search, "beam_search"),
-    "speculative_sampling": (speculative_sampling, "assisted"),
-    "greedy": (greedy, "greedy"),
-}
-KINDS = ("trained", "random")
 BEAMS = 4  # number of beams in transformers' modes; the default of our recipes
 RANDOM_TOKENS = 24  # length of a random prompt
 # A stop string that hardly ever occurs, so that texts keep their length. Every tokenizer has its letters.
 RARE_STOP = "qqq"
 NO_DIGITS = "[^0-9]*"  # a regular expression that most texts match anyway
 CLIFF_SHARE = 0.5  # cells below this share of their method's best speed are cliffs
+
+
+def _method(text: str) -> Method:
+    """Return the method of a row of the table."""
+    name, *settings = text.split()
+    return method_from(name, settings)
 
 
 class DiscardingStreamer:
@@ -66,7 +51,6 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "stream": {"streamer": DiscardingStreamer()},
     "audit": {"audit": True},
 }
-OPTIONS = tuple(_ARGUMENTS)
 SLOWER = "slower"
 CLIFF = "cliff"
 
@@ -109,8 +93,8 @@ class CliffPlan:
         repeats: number of rounds that count. Before them each contender answers one batch as warm-up.
     """
 
-    methods: Sequence[str] = tuple(METHODS)
-    options: Sequence[str] = OPTIONS
+    methods: Sequence[str] = tuple(CLIFF_METHODS)
+    options: Sequence[str] = CLIFF_OPTIONS
     batch_sizes: Sequence[int] = (1, 16)
     kinds: Sequence[str] = ("trained",)
     rows: int = 2
@@ -176,13 +160,13 @@ def replaced_mode(method: str, batch_size: int) -> str:
 
     Assisted decoding takes a single prompt, so in larger batches plain sampling is measured instead.
     """
-    mode = METHODS[method][1]
+    mode = CLIFF_METHODS[method]
     return "sampling" if mode == "assisted" and batch_size > 1 else mode
 
 
 def why_not_ours(method: str, option: str, batch_size: int) -> str:
     """Return a short reason why specbeam cannot run a method with an option at this batch size, "" if it can."""
-    if METHODS[method][0]().greedy and option in warper_names():
+    if _method(method).greedy and option in warper_names():
         return "no draws"
     if option == "stream" and batch_size > 1:
         return "one prompt"
@@ -279,8 +263,7 @@ def _table(
             make = partial(transformers, pair, key[0], BEAMS, **settings)
             attempts["theirs", key] = Attempt(make, on_progress)
         for key in [key for key in ours if key[1] == option]:
-            recipe = METHODS[key[0]][0]
-            make = partial(specbeam, pair, key[0], recipe(), **settings)
+            make = partial(specbeam, pair, key[0], _method(key[0]), **settings)
             attempts["ours", key] = Attempt(make, on_progress)
     batches = in_batches(len(prompts), size)
     for attempt in attempts.values():  # the first use compiles

@@ -16,14 +16,14 @@ import numpy as np
 import specbeam as sb
 from specbeam import Method, Pair, turns_of
 from specbeam.doors import Prompt
-from specbeam.errors import BadPrompt, BadSetting
+from specbeam.errors import BadPrompt, one_of
 from specbeam.lab.bench.acceptance import acceptance
 from specbeam.lab.bench.tables import colours_of, finish_figure, markdown_table, new_figure, put_legend_right
 from specbeam.lab.evaluate.intervals import ratio_interval
+from specbeam.lab.words import BUDGETS
 from specbeam.models.heads import Head
 from specbeam.recipes import paper_of, with_guess
 
-BUDGETS = (5, 10, 21, 30)
 BRANCHING = {
     5: [(2, 1), (5,), (1, 2, 1)],
     10: [(2, 2, 1), (2, 1, 1, 1, 1), (5, 1)],
@@ -123,13 +123,6 @@ def of_paper(name: str, budget: int) -> dict[str, dict[str, Callable[[], Method]
     return {}
 
 
-def check_budgets(budgets: Sequence[int]) -> None:
-    """Raise `BadSetting` for a budget without shapes."""
-    for budget in budgets:
-        if budget not in BRANCHING:
-            raise BadSetting(f"the budget is {budget}; it must be one of {', '.join(map(str, BRANCHING))}")
-
-
 def efficiency(
     pair: Pair,
     prompts: Sequence[Prompt],
@@ -154,7 +147,8 @@ def efficiency(
     Raises `BadPrompt` if either list of prompts is empty or both share a prompt, and `BadSetting` for a budget without
     shapes.
     """
-    check_budgets(budgets)
+    for budget in budgets:
+        one_of("budget", str(budget), [*map(str, BUDGETS)])
     _check_apart(prompts, choosing)
     head = getattr(pair.draft, "head", None)
     by_rank = acceptance(pair, choosing, seed=seed, **options)

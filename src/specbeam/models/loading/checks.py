@@ -9,6 +9,7 @@ import torch
 
 from specbeam.core.errors import BrokenLaw, NotSupported, SpecbeamError, UnsupportedModel
 from specbeam.core.forest import Forest
+from specbeam.engines.choices import OWN_ROUNDINGS
 from specbeam.engines.cpu.audio_encoder import AudioEncoder
 from specbeam.engines.cpu.encoder import CompiledEncoder, TextEncoder
 from specbeam.engines.mapped import is_mapped
@@ -20,7 +21,6 @@ from specbeam.models.checkpoints.numbers import broken_weight
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.engines import COMPILED
 from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.quantised import OWN_ROUNDINGS
 
 CHECKED_SOURCE = 24  # tokens of the source on which a compiled encoder is checked
 

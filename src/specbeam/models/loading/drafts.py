@@ -10,6 +10,7 @@ import torch
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
 from specbeam.doors.options.checks import is_integer
+from specbeam.engines.choices import BY_LIBRARY, OWN_ROUNDINGS, Quantize, is_rounding
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.shared_tokens import SharedTokens
@@ -21,7 +22,6 @@ from specbeam.models.huggingface import HuggingFaceLM, prepare_to_score
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import ShareFrom, by_engine, language_model
 from specbeam.models.loading.tokenizers import first_tokens
-from specbeam.models.quantised import BY_LIBRARY, OWN_ROUNDINGS, Quantize, is_rounding
 from specbeam.models.skipping import Skipping, skipping_model
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ import torch
 
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
+from specbeam.engines.choices import is_rounding
 from specbeam.models.engines import MAPPING
 from specbeam.models.heads.read import is_head
 from specbeam.models.huggingface import HuggingFaceLM
@@ -15,7 +16,6 @@ from specbeam.models.loading.drafts import DraftOptions, GivenDraft, draft_of
 from specbeam.models.loading.language_models import ShareFrom, fingerprint
 from specbeam.models.loading.models import model_of
 from specbeam.models.loading.vocabularies import tokens_in_common
-from specbeam.models.quantised import is_rounding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,6 +6,7 @@ import torch
 
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.doors.options.checks import is_integer
+from specbeam.engines.choices import BY_LIBRARY, OWN_ROUNDINGS, Quantize, check_rounding
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.mapped import mapped_files
@@ -14,7 +15,6 @@ from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.huggingface import HuggingFaceLM, prepare_to_score
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.models import ONE_AT_A_TIME, cannot_round
-from specbeam.models.quantised import BY_LIBRARY, OWN_ROUNDINGS, Quantize, check_rounding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbeam.core.errors import BadCheckpoint, BadSetting, MissingFile, NotSupported, SpecbeamError
+from specbeam.engines.choices import BY_LIBRARY, Quantize
 from specbeam.engines.mapped import mapped_files, mark_mapped
 from specbeam.models.adapters import Adapter, adapter_at, merged
 from specbeam.models.checkpoints.folders import checked_folder
@@ -15,7 +16,7 @@ from specbeam.models.checkpoints.numbers import check_weights
 from specbeam.models.checkpoints.pretrained import Checkpoint, open_checkpoint, pretrained
 from specbeam.models.gguf_files import read_gguf
 from specbeam.models.mapped_files import stored_type
-from specbeam.models.quantised import BY_LIBRARY, Quantize, library_config, rounding_in, unknown_method
+from specbeam.models.quantised import library_config, rounding_in, unknown_method
 from specbeam.models.rounded_files import read_rounded
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from specbeam.core.errors import BadSetting, MissingPackage, NotSupported
+from specbeam.engines.choices import OWN_ROUNDINGS, Quantize, is_rounding
 from specbeam.models.checkpoints.pretrained import open_checkpoint
 from specbeam.models.heads.read import is_head
 from specbeam.models.loading.drafts import not_for_heads
 from specbeam.models.loading.models import name_or_path
 from specbeam.models.loading.tokenizers import read_tokenizer
-from specbeam.models.quantised import OWN_ROUNDINGS, Quantize, is_rounding
 from specbeam.models.skipping import Skipping
 
 

@@ -1,0 +1,114 @@
+"""Facts about a model from the small files of its folder, known before anything heavy is imported."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from specbeam.core.errors import BadCheckpoint, BadSetting, MissingFile, NotSupported
+from specbeam.core.names import hint
+from specbeam.models.checkpoints.boundary import json_object
+from specbeam.models.checkpoints.folders import CONFIG, checked_folder
+
+MEMORY = "memory.json"  # in folders of `specbeam train hmt`
+# Names of languages in tokenizers of translation models: eng_Latn (NLLB), fr_XX (mBART), __fr__ (M2M100).
+_LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Z][A-Za-z]{1,3}|__[a-z]{2,3}__")
+
+
+def check_model(name: str) -> None:
+    """Raise an error if a name is a path at which there is no model. Hub ids are left to loading."""
+    folder = require_place_of_model(name)
+    if folder.exists() and not (folder / MEMORY).is_file():
+        json_object(checked_folder(folder) / CONFIG)
+
+
+def require_place_of_model(name: str) -> Path:
+    """Return the path that a name would be. Raises `MissingFile` if it can only be a path, and there is nothing."""
+    path = Path(name).expanduser()
+    is_path = path.is_absolute() or name.startswith((".", "~"))
+    if is_path and not path.exists():
+        raise MissingFile(f"there is no folder {path}; give a folder that save_pretrained wrote, or a hub id")
+    return path
+
+
+def has_chat_template(name: str) -> bool:
+    """Return False if a model's folder has no chat template; True if it has, or if that is not known."""
+    folder = Path(name).expanduser()
+    if name == "bundled" or not folder.is_dir() or (folder / MEMORY).is_file():
+        return True
+    if any((folder / file).is_file() for file in ("chat_template.jinja", "chat_template.json")):
+        return True
+    return any("chat_template" in _read(folder, file) for file in ("tokenizer_config.json", "processor_config.json"))
+
+
+def require_chat_template(name: str) -> None:
+    """Raise `NotSupported` if a model's folder has no chat template."""
+    if not has_chat_template(name):
+        raise NotSupported(f"{name} has no chat template; give --chat-template, or use `specbeam generate`")
+
+
+def check_languages(name: str, *languages: str | None) -> None:
+    """Raise `BadSetting` for a language that is missing in the list of languages in a model's folder.
+
+    Models without such a list, and those on the hub, are left to loading.
+    """
+    folder = Path(name).expanduser()
+    files = ("tokenizer_config.json", "special_tokens_map.json")
+    known = {text for file in files for text in _texts(_read(folder, file)) if _LANGUAGE.fullmatch(text)}
+    for language in languages:
+        if known and language is not None and not {language, f"__{language}__"} & known:
+            names = sorted(one.strip("_") for one in known)
+            raise BadSetting(
+                f"{name} does not know the language {language!r}{hint(language, names)}; it has {', '.join(names)}"
+            )
+
+
+def require_speech_model(name: str) -> None:
+    """Raise `NotSupported` if a model's folder holds another model than a Whisper model."""
+    kind = "llama" if name == "bundled" else _read(Path(name).expanduser(), CONFIG).get("model_type", "whisper")
+    if kind != "whisper":
+        raise NotSupported(
+            f"{name} is a {kind} model, which does not transcribe speech; transcribe needs Whisper models "
+            "(openai/whisper-*, distil-whisper/*)"
+        )
+
+
+def check_spoken_language(name: str, language: str | None) -> None:
+    """Raise `BadSetting` for a language that is missing in the list of a Whisper model's folder; see `check_languages`.
+
+    Args:
+        language: a code, a name or a token, such as "de", "german" or "<|de|>".
+    """
+    known = _read(Path(name).expanduser(), "generation_config.json").get("lang_to_id")
+    if language is None or not isinstance(known, dict) or not known:
+        return
+    wanted = language.lower()
+    if {wanted, f"<|{wanted}|>"} & known.keys():
+        return
+    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+    if f"<|{TO_LANGUAGE_CODE.get(wanted)}|>" not in known:
+        codes = sorted(token.strip("<|>") for token in known)
+        near = hint(wanted, [*codes, *TO_LANGUAGE_CODE])
+        raise BadSetting(f"language is {language!r}{near}; this model knows {', '.join(codes)}")
+
+
+def _read(folder: Path, file: str) -> dict[str, Any]:
+    """Return the content of a JSON file; {} if it is missing or broken, which loading reports."""
+    try:
+        return json_object(folder / file) if (folder / file).is_file() else {}
+    except (BadCheckpoint, json.JSONDecodeError):
+        return {}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a JSON value, without the names of fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _texts(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)

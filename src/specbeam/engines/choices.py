@@ -1,0 +1,68 @@
+"""Engines, roundings and types of stored keys and values that users choose by name. Imports nothing heavy."""
+
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from specbeam.core.errors import BadSetting
+from specbeam.core.names import hint
+
+CHOICES = ("auto", "gpu", "compiled", "layers", "plain")  # engines
+# Engines that another option of `load` chooses.
+_BY_OPTION = {
+    "int8": "quantize='int8'",
+    "int4": "quantize='int4'",
+    "fp8": "quantize='fp8'",
+    "torch": "compile=True",
+    "parallel": "tensor_parallel=True",
+}
+
+Rounding = Literal["int8", "int4"]  # by the compiled forward
+OnGpu = Literal["fp8"]
+ByLibrary = Literal["torchao-int8", "torchao-int4", "bitsandbytes-int8", "bitsandbytes-nf4"]
+Quantize = Literal[Rounding, OnGpu, ByLibrary]
+OWN_ROUNDINGS: tuple[str, ...] = (*get_args(Rounding), *get_args(OnGpu))
+BY_LIBRARY: tuple[str, ...] = get_args(ByLibrary)
+_KNOWN = ", ".join(repr(one) for one in (*OWN_ROUNDINGS, *BY_LIBRARY))
+_LIKE_A_ROUNDING = re.compile(r"(u?int|fp|nf|float)\d+|(torchao|bitsandbytes)-[\w-]+", re.IGNORECASE)
+
+
+def check_engine(engine: Any, others: dict[str, bool]) -> None:
+    """Raise `BadSetting` if the option `engine` of `load` is wrong, or if another option chooses the engine, too.
+
+    Args:
+        others: for each option that chooses an engine, whether it is given.
+    """
+    if isinstance(engine, str) and engine in _BY_OPTION:
+        raise BadSetting(f"engine is {engine!r}; give {_BY_OPTION[engine]} instead")
+    if engine not in CHOICES:
+        names = ", ".join(map(repr, CHOICES))
+        raise BadSetting(f"engine is {engine!r}; it must be one of {names}{hint(str(engine), CHOICES)}")
+    if engine != "auto" and (given := [name for name, is_given in others.items() if is_given]):
+        raise BadSetting(f"engine and {given[0]} both choose what runs the models; give one of them")
+
+
+def is_rounding(name: object) -> bool:
+    """Return whether a value names a rounding of weights."""
+    return isinstance(name, str) and name in (*OWN_ROUNDINGS, *BY_LIBRARY)
+
+
+def check_kv(kv: object) -> None:
+    """Raise `BadSetting` unless a value is a type for stored keys and values, or None."""
+    if kv not in (None, "bfloat16"):
+        raise BadSetting(f"kv is {kv!r}; it must be 'bfloat16', or None for the engine's own type")
+
+
+def check_rounding(name: object, option: str) -> None:
+    """Raise `BadSetting`, which names the option, unless a value is None or names a rounding of weights."""
+    if name is None or is_rounding(name):
+        return
+    raise BadSetting(f"{option} is {name!r}; it must be one of {_KNOWN}, or None")
+
+
+def check_is_model(name: object) -> None:
+    """Raise `BadSetting` if the name of a draft looks like an unknown rounding, and there is no folder of this name."""
+    if not isinstance(name, str) or is_rounding(name) or Path(name).is_dir():
+        return
+    if _LIKE_A_ROUNDING.fullmatch(name):
+        raise BadSetting(f"draft is {name!r}, which is no folder; the roundings of the target are {_KNOWN}")

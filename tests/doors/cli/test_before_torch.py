@@ -1,0 +1,149 @@
+"""Wrong values of options are said before torch is imported, which takes seconds, and before any model is loaded."""
+
+import inspect
+import json
+import subprocess
+import sys
+import wave
+
+import pytest
+
+from specbeam.doors.method_names import method_names, setting_names
+from specbeam.lab.bench.baselines import MAKERS
+from specbeam.lab.bench.cliffs import _ARGUMENTS as CLIFF_ARGUMENTS
+from specbeam.lab.bench.efficiency import BRANCHING
+from specbeam.lab.bench.host import HostPlan, methods_of
+from specbeam.lab.words import BASELINES, BUDGETS, CLIFF_METHODS, CLIFF_OPTIONS, HOST_METHODS
+from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
+from tests.doors.cli.test_wrong_inputs import FOLDERS, READING, WRITING
+
+PROGRAM = """
+import contextlib, io, json, sys
+from specbeam.doors.cli.main import main
+for name, arguments in json.load(sys.stdin).items():
+    said = io.StringIO()
+    code = 0
+    sys.argv = ["specbeam", *arguments]
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([name, code, said.getvalue(), sorted({"torch", "transformers", "numba"} & set(sys.modules))]))
+"""
+# Wrong values by kind; {whisper} is the folder of a Whisper model without weights.
+WRONG = {
+    "a folder without a model": [["-m", "./folder"], "has no config.json"],
+    "a model that is a file": [["-m", "./good.jsonl"], "is a file, not a folder"],
+    "a draft that is not there": [["-d", "./nothing"], "there is no folder nothing"],
+    "an unknown engine": [["--engine", "fast"], "engine is 'fast'"],
+    "an unknown rounding": [["--quantize", "int9"], "quantize is 'int9'"],
+    "an unknown type of keys": [["--kv", "float8"], "kv is 'float8'"],
+    "an unknown method": [["--method", "dsdb"], "there is no method 'dsdb' (did you mean dsbd?)"],
+    "an unknown setting": [["--set", "beem=3"], "has no setting 'beem' (did you mean beams?)"],
+    "a setting without a value": [["--set", "beams"], "write NAME=VALUE"],
+    "a setting of another type": [["--set", "beams=x"], "beams is 'x'; it must be an integer"],
+    "a number out of range": [["--batch-size", "0"], "Invalid value for '--batch-size'"],
+    "an option of generation out of range": [["--top-p", "2"], "top_p is 2.0; it must be in (0, 1]"],
+    "a schema that is not there": [["--json-schema", "missing"], "there is no file missing"],
+    "an unknown language": [["-m", "{translator}", "--target-language", "xx_Xxxx"], "does not know the language 'xx_Xxxx'"],
+}  # fmt: skip
+OTHERS = {
+    "serve": [["--port", "99999999"], "port is 99999999"],
+    "serve, method": [["--method", "dsdb"], "there is no method 'dsdb'"],
+    "chat, template": [["-m", "{translator}"], "has no chat template; give --chat-template"],
+    "bench speed": [["dsdb"], "there is no method 'dsdb'"],
+    "bench speed, baseline": [["vllm/greedy"], "must be one of transformers, ctranslate2"],
+    "bench speed, size": [["--grow", "huge"], "--grow is 'huge'; it must be a number like 128K, 100M or 1.5B"],
+    "bench cliffs": [["--methods", "dsdb"], "--methods is 'dsdb'"],
+    "bench cliffs, kind": [["--kinds", "other"], "--kinds is 'other'; it must be one of trained, random"],
+    "bench host": [["-m", "other"], "--method is 'other'"],
+    "bench efficiency": [["--budget", "2"], "--budget is '2'; it must be one of 5, 10, 21, 30"],
+    "bench methods": [["--metric", "other"], "Invalid value for '--metric'"],
+    "bench specbench": [["good.jsonl", "dsdb"], "there is no method 'dsdb'"],
+    "bench passes": [["--beams", "0"], "Invalid value for '--beams'"],
+    "train draft": [["-o", "new", "-f", "good.jsonl", "--epochs", "0"], "Invalid value for '--epochs'"],
+    "train chimera": [["-o", "new", "-f", "good.jsonl", "--read-out", "other"], "Invalid value for '--read-out'"],
+    "train hmt": [["-o", "new", "-f", "good.jsonl", "--stages", "3"], "--stages is '3'"],
+    "evaluate diff": [["x", "--beams", "1"], "Invalid value for '--beams'"],
+    "evaluate fuzz": [["--calls", "0"], "Invalid value for '--calls'"],
+    "tune": [["--skip-ratio", "2"], "Invalid value for '--skip-ratio'"],
+    "inspect": [["x", "--turn", "0"], "Invalid value for '--turn'"],
+    "heads inspect": [["mtp"], "--model is missing"],
+    "transcribe": [["-m", "{whisper}", "missing.wav"], "there is no file missing.wav"],
+    "transcribe, task": [["-m", "{whisper}", "a.wav", "--task", "other"], "Invalid value for '--task'"],
+    "transcribe, model": [["-m", "{translator}", "a.wav"], "is a m2m_100 model, which does not transcribe speech"],
+    "transcribe, language": [["-m", "{whisper}", "a.wav", "--language", "xx"], "language is 'xx'"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder of wrong files, and of folders of models that hold no weights."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "good.jsonl").write_text('{"prompt": "abc"}\n')
+    (folder / "folder").mkdir()
+    with wave.open(str(folder / "a.wav"), "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(16_000)
+        sound.writeframes(bytes(32_000))
+    for name, file, content in [
+        ("translator", "config.json", {"model_type": "m2m_100"}),
+        ("translator", "tokenizer_config.json", {"extra_special_tokens": ["eng_Latn", "fra_Latn"]}),
+        ("whisper", "config.json", {"model_type": "whisper"}),
+        ("whisper", "generation_config.json", {"lang_to_id": {"<|en|>": 1, "<|de|>": 2}}),
+    ]:
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / file).write_text(json.dumps(content))
+    return folder
+
+
+def outcomes(here, calls):
+    """The exit code, the text and the heavy modules after each call, all in one process that never imports torch."""
+    calls = {
+        name: [one.format(translator="./translator", whisper="./whisper") for one in call]
+        for name, call in calls.items()
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=json.dumps(calls), capture_output=True, text=True, check=True, cwd=here
+    )
+    return {name: found for name, *found in map(json.loads, done.stdout.splitlines())}
+
+
+def test_missing_files_and_places_of_every_command(here):
+    calls = {f"reading {name}": [one.replace("FILE", "missing") for one in call] for name, call in READING.items()}
+    calls |= {f"writing {name}": [one.replace("OUT", "missing/file") for one in call] for name, call in WRITING.items()
+              if "--plot" not in call}  # fmt: skip
+    calls |= {f"folder {name}": [one.replace("FOLDER", "good.jsonl") for one in call] for name, call in FOLDERS.items()}
+    for name, (code, said, heavy) in outcomes(here, calls).items():
+        assert (name, code, heavy) == (name, 2, []), said
+        assert "missing" in said or "good.jsonl" in said, (name, said)
+
+
+def test_each_kind_of_wrong_value_of_a_command_that_generates(here):
+    calls = {name: ["generate", "x", *options] for name, (options, _) in WRONG.items()}
+    for name, (code, said, heavy) in outcomes(here, calls).items():
+        assert (name, code, heavy) == (name, 2, []), said
+        assert WRONG[name][1] in " ".join(said.replace("│", " ").split()), said
+
+
+def test_wrong_values_of_the_other_commands(here):
+    calls = {name: [*name.partition(",")[0].split(), *options] for name, (options, _) in OTHERS.items()}
+    for name, (code, said, heavy) in outcomes(here, calls).items():
+        unread = 1 if "missing.wav" in calls[name] else 2  # a file that cannot be read does not stop the others
+        assert (name, code) == (name, unread), said
+        assert set(heavy) <= {"transformers"}, name  # which has the table of spoken languages, for the last call
+        assert OTHERS[name][1] in " ".join(said.replace("│", " ").split()), said
+
+
+def test_names_known_without_imports_are_those_of_the_library():
+    recipes = {recipe.__name__: recipe for recipe in (*RECIPES, *HEAD_RECIPES)}
+    assert set(method_names()) == recipes.keys()
+    for name, recipe in recipes.items():
+        assert setting_names(name) == tuple(inspect.signature(recipe).parameters)
+    assert tuple(MAKERS) == BASELINES
+    assert tuple(BRANCHING) == BUDGETS
+    assert tuple(CLIFF_ARGUMENTS) == CLIFF_OPTIONS
+    assert {name.split()[0] for name in CLIFF_METHODS} <= recipes.keys()
+    assert tuple(methods_of(HostPlan())) == HOST_METHODS
