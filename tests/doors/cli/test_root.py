@@ -38,6 +38,46 @@ def test_without_a_command_the_help_is_shown():
     assert "Usage: " in out + err
 
 
+ROOT_OPTIONS = {
+    "--version": ["--version"],
+    "--verbose": ["--verbose", "methods", "greedy"],
+    "--quiet": ["--quiet", "methods", "greedy"],
+    "--install-completion": ["--install-completion", "bash"],
+    "--show-completion": ["--show-completion", "bash"],
+    "--help": ["--help"],
+}
+
+
+@pytest.mark.parametrize("option", ROOT_OPTIONS)
+def test_every_option_of_the_program_runs(option, tmp_path, monkeypatch):
+    """Also those of typer, which its newest version may change."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # by the process that started this one
+    code, out, err = shell(*ROOT_OPTIONS[option])
+    assert (code, err) == (0, "")
+    assert out
+
+
+def test_these_are_all_options_of_the_program():
+    command = get_command(app)
+    context = command.make_context("specbeam", ["methods"], resilient_parsing=True)
+    assert {option.opts[0] for option in command.get_params(context)} == ROOT_OPTIONS.keys()
+
+
+@pytest.mark.parametrize("columns", [None, "60"])
+def test_tables_are_whole_in_a_pipe_and_fit_a_stated_width(columns, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    lines = specbeam("methods")[1].splitlines()
+    laws = [recipe.law for recipe in sb.methods()]
+    if columns:
+        assert max(map(len, lines)) <= int(columns)
+    else:
+        assert all(any(law in line for line in lines) for law in laws)
+
+
 def test_a_bug_report_gets_what_it_needs(monkeypatch):
     monkeypatch.setenv("SPECBEAM_API_KEYS", "hidden-key")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

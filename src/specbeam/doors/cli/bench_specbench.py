@@ -115,7 +115,7 @@ def _show(lines: Any, cut: int) -> None:
             line.method, line.task, str(line.questions), str(line.tokens), f"{line.accepted:.2f}",
             f"{line.their_speedup:.2f}", f"{line.speedup:.2f}", f"{line.low:.2f} to {line.high:.2f}", f"{line.same:.0%}",
         )  # fmt: skip
-    Screen(width=120).print(table)
+    Screen().print(table)
     print(f"{cut} prompts were longer than the models' positions; their beginnings were cut off")
     print(in_one_line(provenance()))
 

@@ -139,7 +139,7 @@ def perplexity(given: PerplexityArguments) -> int:
             f"{scores.repeated:.1%}", *([f"{quality[0]:.1f}", f"{quality[1]:.1%}"] if quality else ["no references", ""]),
         )  # fmt: skip
     if not given.json:
-        Screen(width=140).print(table)
+        Screen().print(table)
         print("Low perplexity alone proves little: compare length, repetition and quality too.")
     return 0
 

@@ -1,5 +1,6 @@
 """The console of all commands. It interprets no markup in texts and escapes their control characters."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -15,11 +16,19 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
 
+WHOLE = 10_000  # columns: more than any table has
+
+
 class Screen(Console):
-    """A console that interprets no markup or emoji names, and escapes control characters."""
+    """A console that interprets no markup or emoji names, and escapes control characters.
+
+    Tables fit the terminal. In files and pipes they are whole, unless `COLUMNS` states a width.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False} | options)
+        if not (self.is_terminal or self.is_jupyter or "COLUMNS" in os.environ):
+            self.width = WHOLE
 
     def on_broken_pipe(self) -> None:
         """Raise the error for `main`; rich would end the process."""
