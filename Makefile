@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo serve quick test test-all test-processors test-vllm coverage lint first-text wheel docs audit bench clean
+.PHONY: help demo serve quick test test-all test-newest test-processors test-vllm coverage lint first-text wheel docs audit bench clean
 help:
 	@echo "make demo      install, then compare one sequence, beams, and beams with drafts, in three minutes"
 	@echo "make serve     install, then serve the bundled pair: OpenAI's API with beams, and a page that shows forests"
 	@echo "make quick     install, then run the most important tests (half a minute)"
 	@echo "make test      install, then run the tests (ten to twenty minutes on two cores)"
 	@echo "make test-all  the slow tests too (an hour and a half more)"
+	@echo "make test-newest  the tests with the newest packages that pyproject.toml allows, in an environment of its own"
 	@echo "make test-processors  the tests as compiled for other processors, with each index checked, and without numba"
 	@echo "make test-vllm the tests on vLLM for CPUs, in an environment of their own (two gigabytes)"
 	@echo "make coverage  the tests, and how much of the source they run"
@@ -72,6 +73,14 @@ test: $(VENV)/dev
 test-all: test
 	@SPECBEAM_TYPES=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "slow and not gpu" --durations=20
 	@echo "All tests passed, the slow ones too. Next: make bench."
+
+# In an environment of its own, without constraints.txt.
+test-newest:
+	@$(PYTHON) -m venv $(VENV)-newest
+	@$(VENV)-newest/bin/pip install -q --upgrade --upgrade-strategy eager -e ".[bench,dev]"
+	@$(VENV)-newest/bin/pip list | grep -iE "^(torch|transformers|numba|numpy|typer) "
+	@OMP_NUM_THREADS=1 $(VENV)-newest/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
+	@echo "All tests passed with the newest packages. Next: raise the versions in constraints.txt."
 
 # Sums must not depend on what a compiler makes of them: the tests as compiled for other processors, and not compiled at all.
 test-processors: $(VENV)/dev
