@@ -303,7 +303,7 @@ def load(
         is_given = any(lm.model is one for one in (target, given.model))  # as an object
         advice = advice_for_object(lm.model, lm.engine) if is_given else ""
         if advice:
-            warnings.warn(advice, stacklevel=2)
+            warnings.warn(advice, stacklevel=3)  # the caller of `load`, which is decorated
     if compile and "torch" not in {lm.engine for lm in models}:
         raise BadSetting(
             "compile=True is for models that transformers runs, and specbeam's own forward runs these models; leave it out"
