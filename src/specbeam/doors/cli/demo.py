@@ -120,7 +120,7 @@ def _demo_grown(given: DemoArguments, console: Any) -> None:
     from rich.text import Text
 
     from specbeam.doors.cli.demo_grown import grown_target, measure, show_grown, ways_of
-    from specbeam.doors.cli.widening import parameters
+    from specbeam.doors.cli.options import parameters
 
     weights = parameters(given.grow)
     console.print(Text(f"The bundled target, grown to about {given.grow} weights in bfloat16", "bold"))

@@ -18,6 +18,7 @@ from specbeam.core.errors import NotSupported
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.guard import ThreadGuard
 from specbeam.core.laws.listing import EQUALS
+from specbeam.core.laws.ranking import NO_TRUNCATION
 from specbeam.core.lm import checked_needs
 from specbeam.core.measure.profiler import span
 from specbeam.core.ranked import WHOLE, Listing
@@ -285,8 +286,12 @@ def kept_tokens(session: Session) -> int:
 def law_in_words(session: Session) -> str:
     """Return the law of a session with its settings, for errors."""
     settings = session.warp.truncation
-    named = {"temperature": (settings.temperature, 1), "top_p": (settings.top_p, 1), "min_p": (settings.min_p, 0)}
-    given = [f"{name}={value:g}" for name, (value, off) in named.items() if value != off]
+    plain = NO_TRUNCATION._asdict()
+    given = [
+        f"{name}={value:g}"
+        for name, value in settings._asdict().items()
+        if isinstance(value, float) and value != plain[name]
+    ]
     if session.warp.processors:
         given.append("logits processors or a constraint")
     return f"{session.parts.law.split(';')[0]}{' with ' if given else ''}{', '.join(given)}"

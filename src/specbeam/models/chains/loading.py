@@ -6,6 +6,7 @@ import torch
 
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
+from specbeam.engines.choices import is_rounding
 from specbeam.models.chains.lm import ChainLM
 from specbeam.models.chains.targets import OpenedTarget, ServedModel
 from specbeam.models.heads.read import is_head
@@ -15,7 +16,6 @@ from specbeam.models.loading.language_models import by_engine, language_model
 from specbeam.models.loading.models import model_of
 from specbeam.models.loading.tokenizers import read_tokenizer
 from specbeam.models.loading.vocabularies import tokens_in_common
-from specbeam.models.quantised import is_rounding
 from specbeam.models.skipping import Skipping
 
 
