@@ -117,7 +117,6 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no weights of the adapter"),
         (change_settings(peft_type="PREFIX_TUNING"), "adds learned rows to prompts and cannot be merged"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_merged_is_refused_with_what_was_found(change, said, tmp_path):
     saved(tmp_path)

@@ -101,7 +101,6 @@ def test_weights_of_blocks_are_those_of_the_gguf_package_to_the_last_bit(number,
         ("F16", "llama", SMALL | {"tie_word_embeddings": True}, {"float32"}),
         ("F32", "qwen3", SMALL, {"float32"}),
     ],
-    ids=lambda value: str(getattr(value, "__name__", value)),
 )
 def test_the_compiled_forward_is_the_float32_model_of_the_weights_in_the_file(kind, family, changes, kinds, tmp_path):
     """To the last bit that of its own float32 panels; on trees that of transformers, up to the order of sums."""
@@ -295,7 +294,6 @@ def add_tensor(writer):
         ({"attention__head_count_kv": 3}, "4 heads, 3 heads of keys"),
         ({"rope__scaling__type": "su"}, "scales rotary positions by 'su'"),
     ],
-    ids=lambda value: str(value)[:40],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused_with_what_was_found(options, said, tmp_path):
     path = tmp_path / "model.gguf"
