@@ -133,7 +133,11 @@ def _llguidance_tokenizer(tokenizer: "PreTrainedTokenizerBase", end: int) -> "LL
     try:
         return from_tokenizer(tokenizer, eos_token=end)
     except ValueError:  # a decoder unknown to llguidance
-        return LLTokenizer(TokenizerWrapper(_LongestMatchTokenizer(tokenizer, end)), eos_token=end)
+        pass
+    except BaseException as error:  # a panic in Rust is no `Exception`, and would end the server's engine
+        if type(error).__name__ != "PanicException":
+            raise
+    return LLTokenizer(TokenizerWrapper(_LongestMatchTokenizer(tokenizer, end)), eos_token=end)
 
 
 class _LongestMatchTokenizer:
