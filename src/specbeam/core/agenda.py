@@ -134,6 +134,8 @@ class Agenda:
         Args:
             logp: log-probabilities of the next token; -inf for banned tokens.
         """
+        if self.limits.stop_strings and self.limits.stopped_by([*self.text(prefix), token]) is not None:
+            return -1  # the text ends there: `_end_at_stop_strings` marks it
         loglik = self._take(prefix, token)
         if loglik is None:
             return -1
