@@ -75,13 +75,16 @@ def tokens_of_chat(tokenizer: Any, template: str | None, text: str, adds_special
         adds_special: whether the tokenizer adds special tokens. None: as in transformers, not to its own template, which
             contains them; to another template, unless its text begins with the first special token.
 
-    Raises `BadPrompt` if there are no tokens.
+    Raises `BadPrompt` if the text cannot be tokenized, or there are no tokens.
     """
     if adds_special is None:
         start = tokenizer.bos_token
         is_written = start is not None and text.startswith(start)
         adds_special = template is not None and not is_written
-    ids = list(tokenizer(text, add_special_tokens=adds_special)["input_ids"])
+    try:
+        ids = list(tokenizer(text, add_special_tokens=adds_special)["input_ids"])
+    except Exception as error:  # for example of half a character
+        raise BadPrompt(f"the messages cannot be tokenized: {str(error)[:200]}") from error
     if not ids:
         raise BadPrompt("the messages have no tokens")
     return ids

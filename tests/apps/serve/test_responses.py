@@ -150,6 +150,7 @@ def test_forms_tools_and_log_probabilities_are_those_of_chats():
         ({"input": [{"type": "item_reference", "id": "m"}]}, "input"),
         ({"input": [{"role": "nobody", "content": "a"}]}, "input"),
         ({"input": []}, "input"),
+        ({"input": [{"type": "reasoning", "summary": 5}]}, "input"),
         ({"max_output_tokens": 100_000}, "max_output_tokens"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"include": ["file_search_call.results"]}, "include"),

@@ -179,6 +179,14 @@ def test_a_required_call_chooses_between_tools_by_a_grammar():
         allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "g"}}]}
         body["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
         assert ask(CHAT, body).json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "g"
+        cut = ask(CHAT, body | {"stop": ["arg"]}).json()["choices"][0]
+        assert cut["finish_reason"] == "stop"
+        assert "tool_calls" not in cut["message"]
+
+
+def test_arguments_that_are_no_json_of_others_are_written_so_that_all_can_read_them():
+    _, (call,) = calls_in(USE, '{"name": "weather", "parameters": {"city": "\\ud800", "size": NaN}}')
+    assert json.loads(call.arguments.encode()) == {"city": "\ud800", "size": None}
 
 
 @pytest.mark.parametrize(
@@ -192,6 +200,16 @@ def test_a_required_call_chooses_between_tools_by_a_grammar():
             "tool_choice",
             "must be",
         ),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": []}}]},
+                }
+            },
+            "tool_choice",
+            "must be",
+        ),
         ({"tools": [{"type": "custom"}]}, "tools", "must be a function"),
         ({"response_format": {"type": "json_object"}}, "tool_choice", "could not call a tool"),
         ({"structured_outputs": {"regex": "a"}}, "tool_choice", "could not call a tool"),
@@ -202,6 +220,14 @@ def test_a_choice_that_cannot_be_made_is_refused_by_name(more, param, words):
         error = ask(CHAT, {"messages": [USER], "tools": TOOLS} | more).json()["error"]
         assert error["param"] == param
         assert words in error["message"]
+
+
+def test_half_a_character_in_a_message_is_refused():
+    raw = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]}).encode()
+    with asking(writer(["Hallo"])) as ask:
+        answer = ask(CHAT, content=raw, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert "cannot be tokenized" in answer.json()["error"]["message"]
 
 
 def test_a_template_that_hides_tools_cannot_choose_one_and_a_forced_call_says_so():

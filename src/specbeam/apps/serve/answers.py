@@ -137,7 +137,7 @@ def choices_of(
                 ended = answer.tokens[-1]
             reason = "stop" if beam.finished else "length"
             calls: Sequence[ToolCall] = ()
-            if order.tools is not None and beam.finished:
+            if order.tools is not None and beam.finished and stop is None:
                 text, calls = text_and_calls(request, order, text, tokens)
                 reason = "tool_calls" if calls else reason
             own = None if scores is None else scores[place][: len(tokens)]

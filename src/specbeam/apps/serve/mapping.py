@@ -446,6 +446,8 @@ def _best_first(body: Body, options: SpecbeamOptions, served: Served) -> tuple[M
         raise invalid(f"best chooses the method and the number of answers; leave out {', '.join(given)}", "best")
     if count > served.config.max_n:
         raise invalid(f"best is {count}; this server returns at most {served.config.max_n}", "best")
+    if served.config.methods and "best_first" not in served.config.methods:
+        raise invalid(f"best is not offered here; this server offers {', '.join(served.config.methods)}", "best")
     refuse_loose(dict(options.model_extra or {}))
     return best_first(count), count, repr(("best", count))
 

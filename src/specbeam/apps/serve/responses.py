@@ -142,6 +142,14 @@ def _chat_of(body: ResponsesBody) -> dict[str, Any]:
     return {name: value for name, value in chat.items() if value is not None}
 
 
+def _list_in(item: Mapping[str, Any], name: str, place: int) -> list[Any]:
+    """Return a list of an item of an input; an empty one if it is missing."""
+    found = item.get(name) or []
+    if not isinstance(found, list):
+        raise invalid(f"input[{place}].{name} is {shown(found)}; it must be a list", "input")
+    return found
+
+
 def _messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of a chat for the items of an input."""
     messages: list[dict[str, Any]] = []
@@ -149,7 +157,8 @@ def _messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for place, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "reasoning":
-            reasoning += _text_of([*(item.get("summary") or []), *(item.get("content") or [])], place)
+            parts = [*_list_in(item, "summary", place), *_list_in(item, "content", place)]
+            reasoning += _text_of(parts, place)
             continue
         if kind == "function_call_output":
             output = _text_of(item.get("output"), place)

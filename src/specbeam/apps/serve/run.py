@@ -101,6 +101,7 @@ def uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         host=config.host,
         port=config.port,
         http=partial(GuardedConnection, connections),
+        ws="none",
         ssl_certfile=config.tls_cert or None,
         ssl_keyfile=config.tls_key or None,
         log_config=None,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from specbeam.apps.serve.protocol import ChatBody
 from specbeam.apps.serve.refusals import invalid, shown
+from specbeam.doors import as_json
 from specbeam.errors import SpecbeamError
 
 ANY_OBJECT = {"type": "object"}  # the schema of every JSON object
@@ -109,7 +110,8 @@ def _choice_of(choice: Any, names: tuple[str, ...]) -> tuple[str, tuple[str, ...
         allowed = _inner(choice, "allowed_tools")
         tools = allowed.get("tools")
         chosen = [_inner(tool, "function").get("name") for tool in tools] if isinstance(tools, list) else []
-        if allowed.get("mode") in ("auto", "required") and chosen and set(chosen) <= set(names):
+        are_known = bool(chosen) and all(isinstance(one, str) and one in names for one in chosen)
+        if allowed.get("mode") in ("auto", "required") and are_known:
             return str(allowed["mode"]), tuple(map(str, chosen))
     raise invalid(
         f"tool_choice is {shown(choice)}; it must be 'auto', 'none', 'required', or name functions of tools: "
@@ -212,7 +214,7 @@ def forced_call(use: ToolUse, text: str) -> ToolCall:
     if use.how == "named":
         return new_call(use, use.names[0], text)
     found = json.loads(text)
-    return new_call(use, found["name"], json.dumps(found["arguments"], ensure_ascii=False))
+    return new_call(use, found["name"], as_json(found["arguments"]))
 
 
 def calls_in(use: ToolUse, text: str) -> tuple[str, list[ToolCall]]:
@@ -228,7 +230,7 @@ def calls_in(use: ToolUse, text: str) -> tuple[str, list[ToolCall]]:
     is_call = found and all(name in use.names for name, _ in found)
     if not is_call:
         return text, []
-    calls = [new_call(use, name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in found]
+    calls = [new_call(use, name, as_json(arguments)) for name, arguments in found]
     return text[:start], calls
 
 
