@@ -16,7 +16,8 @@ from specbeam.models.checkpoints.boundary import beginning
 
 TOGETHER = 32  # chains of a pass; as many sequences of the cache hold the chains of the pass before
 BATCH = 2048  # tokens of a call of llama.cpp
-CONTEXT = 8192  # tokens of the cache, shared by all sequences; or the model's own length, if that is more
+CONTEXT = 8192  # tokens of the cache, shared by all sequences
+_LOGS: list[Any] = []  # the callback that llama.cpp writes its log to; it must outlive every scorer
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ class LlamaCppScorer:
         vocab = llama_cpp.llama_model_get_vocab(self.model)
         self.vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
         self.most_listed = self.vocab
-        self.max_positions: int | None = int(llama_cpp.llama_model_n_ctx_train(self.model))
+        trained = int(llama_cpp.llama_model_n_ctx_train(self.model))
+        self.max_positions: int | None = min(trained, CONTEXT)
         end = int(llama_cpp.llama_vocab_eos(vocab))
         self.eos = end if end >= 0 else None
         self.context = llama_cpp.llama_init_from_model(self.model, self._settings())
@@ -117,7 +119,7 @@ class LlamaCppScorer:
     def _settings(self) -> Any:
         """Return the parameters of a context with one cache for all sequences, in float32."""
         found = self.api.llama_context_default_params()
-        found.n_ctx = max(CONTEXT, min(self.max_positions or CONTEXT, CONTEXT))
+        found.n_ctx = CONTEXT
         found.n_batch = BATCH
         found.n_seq_max = 2 * TOGETHER
         found.n_threads = len(os.sched_getaffinity(0))
@@ -130,9 +132,9 @@ class LlamaCppScorer:
 
     def _silence(self) -> None:
         """Keep llama.cpp from writing to the terminal."""
-        kind = self.api.llama_log_callback
-        self._log = kind(lambda level, text, data: None)
-        self.api.llama_log_set(self._log, ctypes.c_void_p(0))
+        if not _LOGS:
+            _LOGS.append(self.api.llama_log_callback(lambda level, text, data: None))
+        self.api.llama_log_set(_LOGS[0], ctypes.c_void_p(0))
 
     def score(self, chains: Sequence[Chain]) -> list[Likeliest]:
         """See `Scorer.score`; up to `TOGETHER` chains are one pass."""
