@@ -34,7 +34,8 @@ def test_figures_are_made_of_the_report(answer):
 
 def test_dictionaries_go_through_json(answer):
     found = json.loads(json.dumps(answer.to_dict()))
-    assert found["beams"][1] == {"tokens": [4, 6], "score": -1.5, "text": "other", "finished": False}
+    second = {"tokens": [4, 6], "score": -1.5, "text": "other", "finished": False, "bound": None, "item": None}
+    assert found["beams"][1] == second
     assert found["report"]["tokens_per_pass"] == 2.0
     assert found["report"]["rows"]["scored"] == 0
 

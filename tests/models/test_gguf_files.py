@@ -102,7 +102,9 @@ def test_weights_of_blocks_are_those_of_the_gguf_package_to_the_last_bit(number,
         ("F32", "qwen3", SMALL, {"float32"}),
     ],
 )
-def test_the_compiled_forward_is_the_float32_model_of_the_weights_in_the_file(kind, family, changes, kinds, tmp_path):
+def test_the_compiled_forward_is_the_float32_model_of_the_weights_in_the_file(
+    kind, family, changes, kinds, tmp_path, packed
+):
     """To the last bit that of its own float32 panels; on trees that of transformers, up to the order of sums."""
     path = tmp_path / "model.gguf"
     twin = write_gguf(path, tiny(family, **changes), kind)

@@ -28,7 +28,7 @@ from specbeam.engines.cpu.cache_words import WORDS, KVType
 from specbeam.engines.cpu.decoder import TILED_FROM
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.eligibility import lacks_trees
-from specbeam.engines.families import family_of, kv_heads_of, positions_of
+from specbeam.engines.families import family_of, head_of, kv_heads_of, positions_of
 from specbeam.engines.kv.cross import ReadsSources
 from specbeam.engines.kv.prefix import Beginning, KnownPrompts
 from specbeam.engines.kv.steps import BLOCK
@@ -868,7 +868,7 @@ def vocab_of(model: "PreTrainedModel") -> int:
     served: Any = model
     if not hasattr(served, "get_output_embeddings"):
         return int(served.vocab)
-    return int(model.get_output_embeddings().weight.shape[0])
+    return len(head_of(model))
 
 
 def prepare_to_score(model: "PreTrainedModel") -> None:

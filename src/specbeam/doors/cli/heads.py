@@ -1,6 +1,7 @@
 """The command `specbeam heads inspect`: the kind of a draft head, its reading, and its fit to the target."""
 
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def _check_head(path: str) -> None:
-    """Raise an error if a path holds no model. A head on the hub has an owner: OWNER/NAME."""
-    if path != "mtp":
+    """Raise an error if there is nothing at a path. A head on the hub has an owner: OWNER/NAME."""
+    if path != "mtp" and not Path(path).expanduser().exists():
         check_model(path if "/" in path else f"./{path}")
 
 

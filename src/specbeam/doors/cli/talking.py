@@ -16,7 +16,7 @@ from specbeam.doors.cli.common import method_for, method_from
 from specbeam.doors.options.checks import FORMS
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import OPTIONS
-from specbeam.doors.plain import for_terminal, without_control
+from specbeam.doors.plain import as_json, for_terminal, without_control
 from specbeam.doors.request import Request
 from specbeam.errors import MissingPackage, NotSupported, ServerRefused, SpecbeamError
 from specbeam.generation import pieces_of
@@ -132,8 +132,6 @@ class PairSpeaker:
 class ServerSpeaker:
     """A server with OpenAI's API; only specbeam's server accepts methods and their settings."""
 
-    holds_conversation = True
-
     def __init__(self, url: str, key: str) -> None:
         try:
             import httpx2
@@ -147,6 +145,7 @@ class ServerSpeaker:
         except self._broken as error:
             raise ServerRefused(f"{url} is not the address of a server: {error}") from error
         self.name = self._model()
+        self.holds_conversation = self._holds_conversation()
 
     def _model(self) -> str:
         try:
@@ -160,6 +159,14 @@ class ServerSpeaker:
             raise ServerRefused(
                 f"the answer of {self._http.base_url} is not of OpenAI's API: {found.text[:80]!r}"
             ) from error
+
+    def _holds_conversation(self) -> bool:
+        """Return whether the model's template takes several messages; servers that are not specbeam's do not say."""
+        try:
+            found = self._http.get("/props").json()
+        except (*self._broken, ValueError):
+            return True
+        return bool(found.get("holds_conversation", True)) if isinstance(found, dict) else True
 
     @staticmethod
     def _raise_if_refused(answer: Any) -> None:
@@ -350,7 +357,7 @@ class Chat:
             return
         place = Path(value).expanduser()
         lines = [f"{one['role']}: {one['content']}\n" for one in self.messages]
-        text = json.dumps(self.messages, ensure_ascii=False, indent=1) if place.suffix == ".json" else "\n".join(lines)
+        text = as_json(self.messages) if place.suffix == ".json" else "\n".join(lines)
         try:
             with place.open("x", encoding="utf-8") as file:
                 file.write(text)

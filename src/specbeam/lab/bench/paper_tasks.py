@@ -183,6 +183,8 @@ def spider_match(question: PaperQuestion, text: str) -> float:
     """
     file, query = question.gold
     said = text.split(";")[0].strip().removeprefix("```sql").strip("` \n")
+    if not said:
+        return 0.0
     expected = rows_of(file, query)
     found = rows_of(file, said)
     if expected is None or found is None:
