@@ -364,7 +364,8 @@ def test_the_command_breaks_lines_of_subtitles_alone(ears, tmp_path, capsys, mon
 
 def test_the_command_refuses_roundings_of_decoder_only_models(ears, tmp_path, capsys, monkeypatch):
     save_ears(ears, tmp_path)
-    assert transcribed(monkeypatch, "a.wav", "-m", tmp_path, "--quantize", "fp8") != 0
+    (tmp_path / "a.wav").write_bytes(media.encoded(noise(1)))
+    assert transcribed(monkeypatch, str(tmp_path / "a.wav"), "-m", tmp_path, "--quantize", "fp8") != 0
     assert "engine 'fp8' runs decoder-only models" in capsys.readouterr().err
 
 

@@ -92,7 +92,10 @@ def pretrained(
             ignore_mismatched_sizes=True,  # `check_report` names them with their shapes
             **options,
         )
-    check_report(checkpoint.name, report, model, checkpoint.described, checkpoint.stored)
+    try:
+        check_report(checkpoint.name, report, model, checkpoint.described, checkpoint.stored)
+    except BadCheckpoint as fault:
+        raise BadCheckpoint(f"{fault}{end}") from fault
     if not checkpoint.is_rounded:
         check_types(checkpoint.name, checkpoint.stored, model)
     return model

@@ -75,7 +75,7 @@ def model_of(
         raise BadSetting(f"dtype is {dtype!r}; it must be 'auto' or a type of torch, like 'float32' or 'bfloat16'")
     if (file := gguf_in(source)) is not None:
         return _of_gguf(file, dtype, device, by_library, may_map, device_map)
-    if device_map is None and (adapter := adapter_at(source)) is not None:
+    if device_map is None and (adapter := adapter_at(local_or_hub(source))) is not None:
         return _of_adapter(adapter, dtype, device, quantize)
     name = name_or_path(source)
     with ONE_AT_A_TIME:  # this may build models without weights
@@ -195,6 +195,11 @@ def cannot_round(quantize: str) -> BadSetting:
         f"{quantize!r} rounds weights while transformers loads them from files, and the model is already an object; give "
         "its folder or hub id, or use 'int8', 'int4' or 'fp8'"
     )
+
+
+def local_or_hub(source: "str | Path") -> "str | Path":
+    """Return a path that exists unchanged, whatever it holds, and otherwise the argument of `from_pretrained`."""
+    return source if Path(source).expanduser().exists() else name_or_path(source)
 
 
 def name_or_path(source: "str | Path") -> str:

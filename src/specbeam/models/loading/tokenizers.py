@@ -39,7 +39,8 @@ def read_tokenizer(source: Any, fetch: bool = True) -> "PreTrainedTokenizerBase 
 
         if (file := gguf_in(source)) is not None:
             return _tokenizer_of_gguf(file)
-        if (adapter := adapter_at(source)) is not None and not has_tokenizer_files(str(source), fetch):
+        place = source if Path(source).expanduser().exists() else name_or_path(source)
+        if (adapter := adapter_at(place)) is not None and not has_tokenizer_files(str(source), fetch):
             return read_tokenizer(adapter.base, fetch)
         path = Path(source).expanduser()
         name = str(path) if path.is_dir() else name_or_path(source)  # a folder need not hold a model
