@@ -179,7 +179,7 @@ def test_a_required_call_chooses_between_tools_by_a_grammar():
         allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "g"}}]}
         body["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
         assert ask(CHAT, body).json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "g"
-        cut = ask(CHAT, body | {"stop": ["arg"]}).json()["choices"][0]
+        cut = ask(CHAT, body | {"stop": ["ok"]}).json()["choices"][0]
         assert cut["finish_reason"] == "stop"
         assert "tool_calls" not in cut["message"]
 
