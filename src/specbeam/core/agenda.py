@@ -209,7 +209,7 @@ class Agenda:
         self._is_gone = {}
 
     def trim(self) -> None:
-        """Add the continuations of newly scored prefixes to the entries, and drop those that cannot matter any more."""
+        """Add the continuations of newly scored prefixes to the entries, and drop entries that can no longer matter."""
         if self._fresh:
             self._merge()
         entries = self.entries

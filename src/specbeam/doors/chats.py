@@ -26,7 +26,7 @@ def prompt_of_messages(
 ) -> list[int]:
     """Return the token ids of the messages of a chat.
 
-    Arguments and errors are those of `text_of_messages` and `tokens_of_chat`.
+    See `text_of_messages` and `tokens_of_chat` for the arguments and errors.
     """
     text = text_of_messages(tokenizer, template, messages, tools, goes_on, starts, further)
     return tokens_of_chat(tokenizer, template, text, adds_special)

@@ -219,12 +219,12 @@ _ARCHITECTURES = {
 
 @dataclass
 class _Kept:
-    """What becomes of the matrices in blocks, as counts by type.
+    """The treatment of the matrices in blocks, as counts by type.
 
     Attributes:
-        as_stored: those that keep the bits of the file.
-        widened: those that become floats.
-        why: reason why they do.
+        as_stored: matrices that keep the bits of the file.
+        widened: matrices that become floats.
+        why: reason for widening them.
         embedding: whether the embedding is in blocks, and is widened because rows of it are looked up.
     """
 
@@ -391,7 +391,7 @@ def _built(file: GgufFile, config: Any, names: dict[str, str], may_pack: bool) -
 
 
 def _check_tensors(model: nn.Module, file: GgufFile, names: dict[str, str]) -> None:
-    """Raise `BadCheckpoint` if the tensors of a file are not those of the model, by name and shape."""
+    """Raise `BadCheckpoint` if a file and the model differ in the names or shapes of their tensors."""
     own = model.state_dict()
     wanted = {ours: own[theirs] for ours, theirs in names.items() if theirs in own}
     if strange := sorted(file.tensors.keys() - wanted.keys() - {*_FACTORS}):

@@ -9,6 +9,7 @@ import pytest
 import specbeam as sb
 from specbeam.core.errors import BadSetting
 from specbeam.lab.bench import paper_tasks
+from specbeam.lab.bench.method_figures import Figure
 from specbeam.lab.bench.paper_report import as_markdown, pareto_front, plot
 from specbeam.lab.bench.paper_tasks import (  # fmt: skip
     PaperQuestion,
@@ -22,7 +23,6 @@ from specbeam.lab.bench.paper_tasks import (  # fmt: skip
 from specbeam.lab.bench.papers import (
     PAPERS,
     AnswerLog,
-    PaperFigure,
     PaperGrid,
     PaperLine,
     answers_for_judge,
@@ -195,8 +195,8 @@ def test_the_figures_are_those_of_the_answers(pair, tmp_path):
 
 
 def test_the_front_is_what_no_other_contender_beats():
-    one = PaperLine("t", "", "f", 1, "m", None, PaperFigure(1, 1, 1), "", None, 1, None, 1, 1, 1, 1, 1, None)
-    made = {(speed, share): dataclasses.replace(one, speed=PaperFigure(speed, 0, 0), quality=PaperFigure(share, 0, 0)) for speed, share in [(1, 0.9), (2, 0.5), (3, 0.5), (4, 0.1), (2.5, 0.9)]}  # fmt: skip
+    one = PaperLine("t", "", "f", 1, "m", None, Figure(1, 1, 1), "", None, 1, None, 1, 1, 1, 1, 1, None)
+    made = {(speed, share): dataclasses.replace(one, speed=Figure(speed, 0, 0), quality=Figure(share, 0, 0)) for speed, share in [(1, 0.9), (2, 0.5), (3, 0.5), (4, 0.1), (2.5, 0.9)]}  # fmt: skip
     front = pareto_front(list(made.values()))
     assert [(line.speed.value, line.quality.value) for line in front] == [(2.5, 0.9), (3, 0.5), (4, 0.1)]
 

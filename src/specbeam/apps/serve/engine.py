@@ -628,7 +628,7 @@ class Engine:
         """Return the maximum number of running jobs of a key.
 
         Without a limit of its own it is the key's part, by weight, among the keys that have or just had jobs. All running
-        jobs take their turns together, so the jobs of one key make those of the others slower.
+        jobs take their turns together, so each key's jobs slow down all other keys.
         """
         most = self.limits.max_running
         given = self._most_running.get(key, self.limits.max_running_per_key)

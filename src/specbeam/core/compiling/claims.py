@@ -1,7 +1,7 @@
 """Claims on files, by file locks: if several processes need a file, one makes it and the others wait.
 
-Not by `filelock`, which locks the folders of trainings: it leaves its files in place, and here a lock per form of a step
-would stay, more than a thousand files beside the code.
+Not by `filelock`, which locks the folders of trainings: it leaves its lock files in place, and with one lock per form of a
+step there would be more than a thousand of them.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Panels of small integers in blocks, which represent the exact float32 weights of GGUF files; see `BlockNumbers`.
 
 Rows are not rounded: while a panel is read, each number becomes number * scale + offset in a register, with one rounding,
-which is the one of `BlockNumbers.weights`. So products are bit-identical to those of float32 panels. A weight takes 6 bits,
+as in `BlockNumbers.weights`. So products have the same bits as with float32 panels. A weight takes 6 bits,
 or 10 bits for numbers of 8 bits.
 
 A panel is a sequence of groups of `GROUP` steps of depth. A group has 4 or 8 words of numbers for each column, the earliest

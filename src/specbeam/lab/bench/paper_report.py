@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from specbeam.lab.bench.papers import PaperFigure, PaperLine
+from specbeam.lab.bench.method_figures import Figure
+from specbeam.lab.bench.papers import PaperLine
 from specbeam.lab.bench.tables import (
     colours_of,
     finish_figure,
@@ -41,7 +42,7 @@ def _row(line: PaperLine, has_joules: bool) -> list[str]:
     ]  # fmt: skip
 
 
-def _with_interval(figure: PaperFigure, form: str, scale: float = 1) -> str:
+def _with_interval(figure: Figure, form: str, scale: float = 1) -> str:
     return interval_text(scale * figure.value, scale * figure.low, scale * figure.high, form)
 
 

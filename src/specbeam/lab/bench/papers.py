@@ -30,6 +30,7 @@ from specbeam import (
 from specbeam.doors import EnergyMeter, as_json, prompt_of_messages, writing
 from specbeam.errors import BadPrompt, BadSetting
 from specbeam.lab.bench.host import LAW
+from specbeam.lab.bench.method_figures import Figure
 from specbeam.lab.bench.paper_tasks import PaperQuestion, PaperTask
 from specbeam.lab.bench.speed import memory_of, rotated
 from specbeam.lab.evaluate.intervals import interval, share_interval
@@ -65,7 +66,7 @@ class PaperGrid:
     seed: int = 0
 
     def of(self, paper: str) -> "PaperGrid":
-        """Return these settings with those of the authors of a paper in place of None."""
+        """Return these settings, with the paper's own settings in place of None."""
         usual = _AUTHORS[paper]
         return PaperGrid(
             usual.widths if self.widths is None else self.widths,
@@ -334,15 +335,6 @@ def _tokens_of(pair: Pair, task: PaperTask, turns: Sequence[str], answers: Seque
 
 
 @dataclass(frozen=True)
-class PaperFigure:
-    """A figure with its 95 % interval by bootstrap over questions."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class PaperLine:
     """The figures of a contender in a task.
 
@@ -361,10 +353,10 @@ class PaperLine:
     family: str
     questions: int
     metric: str
-    quality: PaperFigure | None
-    speed: PaperFigure
+    quality: Figure | None
+    speed: Figure
     against: str
-    ratio: PaperFigure | None
+    ratio: Figure | None
     passes_per_token: float
     joules_per_token: float | None
     mean_width: float
@@ -397,12 +389,12 @@ def _line(task: PaperTask, contender: PaperContender, own: list[PaperAnswer], ot
     quality = None
     if task.judge is not None:
         right = [one.quality or 0.0 for one in own]
-        quality = PaperFigure(fmean(right), *share_interval(right, [1.0] * len(right)))
+        quality = Figure(fmean(right), *share_interval(right, [1.0] * len(right)))
     ratio = None
     if contender.name != contender.against:
         of_others = [float(sum(one.tokens)) for one in others], [sum(one.seconds) for one in others]
         rate = total / sum(seconds) / (sum(of_others[0]) / sum(of_others[1]))
-        ratio = PaperFigure(rate, *interval((tokens, seconds, *of_others), lambda a, b, c, d: a / b / (c / d)))
+        ratio = Figure(rate, *interval((tokens, seconds, *of_others), lambda a, b, c, d: a / b / (c / d)))
     return PaperLine(
         task=task.name,
         contender=contender.name,
@@ -410,7 +402,7 @@ def _line(task: PaperTask, contender: PaperContender, own: list[PaperAnswer], ot
         questions=len(own),
         metric=task.metric,
         quality=quality,
-        speed=PaperFigure(total / sum(seconds), *interval((tokens, seconds), lambda a, b: a / b)),
+        speed=Figure(total / sum(seconds), *interval((tokens, seconds), lambda a, b: a / b)),
         against=contender.against,
         ratio=ratio,
         passes_per_token=sum(sum(one.passes) for one in own) / total,

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -117,7 +118,7 @@ class Server:
             self._local.connection = None
 
 
-class HttpScorer:
+class HttpScorer(ABC):
     """Scores chains by requests to a server, a list of texts in each."""
 
     engine = "server"
@@ -151,9 +152,9 @@ class HttpScorer:
         """Return the texts by which a chain is scored."""
         return [chain]
 
+    @abstractmethod
     def ask(self, texts: Sequence[Chain]) -> list[Likeliest]:
         """Return the rows of texts of the same form."""
-        raise NotImplementedError
 
     def checked(self, found: Likeliest, chain: Chain) -> Likeliest:
         """Return rows that a server has returned. Raises `ServerRefused` if tokens are missing or unknown."""
