@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .PHONY: help demo serve quick test test-all test-newest test-processors test-vllm coverage lint first-text wheel docs audit bench clean
 help:
-	@echo "make demo      install, then compare one sequence, beams, and beams with drafts, in three minutes"
+	@echo "make demo      install, then compare one sequence, beams, and beams with drafts, in four minutes from nothing"
 	@echo "make serve     install, then serve the bundled pair: OpenAI's API with beams, and a page that shows forests"
 	@echo "make quick     install, then run the most important tests (half a minute)"
 	@echo "make test      install, then run the tests (ten to twenty minutes on two cores)"
