@@ -12,6 +12,7 @@ from jaxtyping import install_import_hook
 from platformdirs import user_cache_path
 
 import tests.support.checking  # the hook looks it up by name
+import tests.support.triton
 
 if os.environ.get("SPECBEAM_TYPES") != "off":
     tests.support.checking.sample_calls()
@@ -19,6 +20,7 @@ if os.environ.get("SPECBEAM_TYPES") != "off":
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the first kernel for GPUs is defined
+    tests.support.triton.patch_language_once()
 
 hypothesis.settings.register_profile("patient", deadline=None)  # the first call of a kernel compiles it
 hypothesis.settings.load_profile("patient")

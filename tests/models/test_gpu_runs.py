@@ -25,7 +25,7 @@ if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROMPTS = [[1, 7, 3], [5, 6, 7, 8, 9] * 8, [2]]
+PROMPTS = [[1, 7, 3], [5, 6, 7, 8, 9] * 3, [2]]
 CASES = {
     "sampling": (sb.sampling(), {}),
     "beam sampling": (sb.beam_sampling(3), {}),
