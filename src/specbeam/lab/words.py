@@ -26,3 +26,13 @@ HOST_METHODS = (
 )
 BUDGETS = (5, 10, 21, 30)  # nodes of `bench efficiency`
 BASELINES = ("transformers", "ctranslate2")  # of `bench speed`
+# Models of `bench anchors`: the name of a model's folder -> its hub id.
+ANCHOR_MODELS = {
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "qwen2.5-coder-0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+    "qwen2.5-coder-1.5b": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+    "whisper-base": "openai/whisper-base",
+}
+ANCHOR_BITS = (16, 8, 4)  # of their weights
+ANCHOR_MODES = ("greedy", "beam_search")
+ANCHOR_RIVALS = ("transformers", "ctranslate2", "llama.cpp", "faster-whisper")

@@ -30,17 +30,22 @@ def quiet_load(model: str, draft: str | None, *, sources: bool = False, **option
     from specbeam.doors.cli.screen import working
 
     with working(f"loading {model}"):
-        from transformers.utils import logging
-
         from specbeam.doors.sources import require_prompts
         from specbeam.doors.with_memory import load_by_name
 
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+        silence_transformers()
         pair = load_by_name(model, draft, **{"dtype": "auto"} | options)
     if not sources:
         require_prompts(pair, "this command")
     return pair
+
+
+def silence_transformers() -> None:
+    """Turn off transformers' progress bars and messages."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def method_from(name: str, settings: Sequence[str]) -> "Method":

@@ -12,6 +12,7 @@ from typer import BadParameter
 from typer.core import TyperGroup
 
 from specbeam.doors.cli import (
+    bench_anchors,
     bench_cliffs,
     bench_host,
     bench_methods,
@@ -129,6 +130,7 @@ add_command(measures, acceptance)
 add_command(measures, bench_specbench.specbench)
 add_command(measures, bench_methods.methods)
 add_command(measures, bench_paper.paper)
+add_command(measures, bench_anchors.anchors)
 add_command(measures, bench_host.host)
 add_command(measures, bench_speed.speed)
 add_command(measures, bench_cliffs.cliffs)

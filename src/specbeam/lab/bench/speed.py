@@ -91,6 +91,7 @@ class Measurements:
 
     Attributes:
         seconds: wall time of each round.
+        processor_seconds: processor time of each round, of all threads of this process.
         counts: number of new tokens of each round.
         joules: energy of each round; None if there is no counter.
         outcomes: one per batch, of all rounds.
@@ -99,6 +100,7 @@ class Measurements:
     """
 
     seconds: list[float] = field(default_factory=list)
+    processor_seconds: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     joules: list[float | None] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
@@ -108,16 +110,20 @@ class Measurements:
     def begin(self) -> None:
         """Begin a new round."""
         self.seconds.append(0.0)
+        self.processor_seconds.append(0.0)
         self.counts.append(0)
         self.joules.append(0.0)
 
-    def add(self, outcome: Outcome, prompts: list[int], seconds: float, joules: float | None) -> None:
+    def add(
+        self, outcome: Outcome, prompts: list[int], seconds: float, processor_seconds: float, joules: float | None
+    ) -> None:
         """Add a batch to the current round.
 
         Args:
             prompts: numbers of the prompts of the batch.
         """
         self.seconds[-1] += seconds
+        self.processor_seconds[-1] += processor_seconds
         self.counts[-1] += sum(map(len, outcome.tokens))
         before = self.joules[-1]
         self.joules[-1] = None if joules is None or before is None else before + joules
@@ -128,6 +134,11 @@ class Measurements:
     def rates(self) -> list[float]:
         """Tokens per second of each round."""
         return [count / seconds for count, seconds in zip(self.counts, self.seconds, strict=True)]
+
+    @property
+    def processor_rates(self) -> list[float]:
+        """Tokens per second of processor time, of each round."""
+        return [count / seconds for count, seconds in zip(self.counts, self.processor_seconds, strict=True)]
 
 
 def speed(
@@ -199,9 +210,11 @@ def interleaved(
             for which in rotated(range(len(contenders)), place + number):
                 with EnergyMeter() as meter:
                     began = time.perf_counter()
+                    began_processor = time.process_time()
                     outcome = _run_batch(contenders[which], prompts, batch, number)
                     seconds = time.perf_counter() - began
-                measurements[which].add(outcome, batch, seconds, meter.joules)
+                    processor_seconds = time.process_time() - began_processor
+                measurements[which].add(outcome, batch, seconds, processor_seconds, meter.joules)
             if on_progress is not None:
                 on_progress()
     return measurements
