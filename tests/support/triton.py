@@ -16,7 +16,9 @@ def patch_language_once():
     from triton.runtime.interpreter import InterpretedFunction, InterpreterError
 
     patch_modules = interpreter._patch_lang
-    both = SimpleNamespace(__globals__={"tl": interpreter.tl, "core": core})  # functions of Triton's own use the second one
+    both = SimpleNamespace(
+        __globals__={"tl": interpreter.tl, "core": core}
+    )  # functions of Triton's own use the second one
 
     def call(self, *args, **named):
         function = self.rewrite()
