@@ -53,7 +53,7 @@ FLOORS = [
         "models.skip_search",
     },
     {"core.callbacks", "core.cycles", "core.dice", "core.items", "core.noise", "core.ranked"},
-    {"core.forest", "core.passes", "doors.catalogue"},
+    {"core.forest", "core.passes", "core.scored_by_call", "doors.catalogue"},
     {"core.beams", "models.made_up"},
     {"core.laws", "core.limits"},
     {"core.audit", "doors.options"},

@@ -420,7 +420,7 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
     whose models exceed the processor's caches or are on a GPU, because reading the weights once for all saves more than
     threads do; and, on a single thread, sessions that are not `_faster_separately`.
     """
-    if not getattr(target, "is_small", False) or getattr(target, "returns_lists", False):
+    if not _is_in_caches(target):
         return _failed(sessions)
     threads = allowed_threads()
     gaining = [session for session in sessions if threads > 1 or _faster_separately(target, session)]
@@ -556,11 +556,16 @@ def _faster_separately(target: LM, session: Session) -> bool:
 
 
 def _small_run(target: LM, session: Session, most_turns: int) -> Run | None:
-    """Return a run of a session whose models fit into the processor's caches; None for other sessions and failures."""
+    """Return a run of a session whose models are in the processor's caches; None for other sessions and failures."""
     run = None
     with session.failing_alone():
         run = Run.of(target, session, most_turns)
-    return run if run is not None and all(getattr(lm, "is_small", False) for lm in run.models) else None
+    return run if run is not None and all(_is_in_caches(lm) for lm in run.models) else None
+
+
+def _is_in_caches(lm: LM | RunLM) -> bool:
+    """Return whether a model is small, and compiled code runs it."""
+    return getattr(lm, "is_small", False) and getattr(lm, "is_compiled", True)
 
 
 def _caches_of(run: Run, stack: ExitStack) -> list[Any] | None:

@@ -432,11 +432,11 @@ class HuggingFaceLM:
             return None
         if isinstance(self.runner, PackedPasses):
             return cache_for_run(self, session, fresh + beams, more, needs)
-        return self._cache_on_device(session, fresh + beams, more, needs)
+        return self._cache_by_calls(session, fresh + beams, more, needs)
 
     @contextmanager
-    def _cache_on_device(self, session: CacheOwner, fresh: int, more: int, needs: Needs) -> Iterator[Any]:
-        """Yield a session's cache for runs with the engine for GPUs; None if a run cannot begin with it."""
+    def _cache_by_calls(self, session: CacheOwner, fresh: int, more: int, needs: Needs) -> Iterator[Any]:
+        """Yield a session's cache for runs whose steps call Python for a pass; None if a run cannot begin with it."""
         cache = self._cache(session, needs)
         is_plain = getattr(cache, "is_for_steps", False) and not getattr(cache, "takes_embeddings", False)
         runs_all = hasattr(cache, "has_stale_rows")  # sessions that run layers in ranges have caches of another kind
@@ -455,7 +455,8 @@ class HuggingFaceLM:
 
         On a CPU the rows are in memory already, so a list would only be more work.
         """
-        return self.supports_runs and not isinstance(self.runner, PackedPasses)
+        is_on_cpu = self.device.type == "cpu" and self.engine != "gpu"
+        return self.supports_runs and not is_on_cpu
 
     @property
     def shares_passes(self) -> bool:
@@ -482,7 +483,6 @@ class HuggingFaceLM:
         Args:
             fresh: maximum number of new nodes in a pass of the steps.
         """
-        assert not isinstance(self.runner, PaddedPasses)
         self._store_for_followers([cache])
         hands_out_prompt = cache.early_layers is not None and cache.needs.prompt
         if cache.has_vectors or cache.extra_inputs is not None or hands_out_prompt:  # see `CpuCache.is_for_steps`
@@ -528,13 +528,22 @@ class HuggingFaceLM:
         """Whether compiled runs can take whole turns with this model."""
         if type(self) is not HuggingFaceLM:
             return False
-        is_on_device = hasattr(self.runner, "runs") and compiling.AVAILABLE
-        return is_on_device or (isinstance(self.runner, PackedPasses) and self.runner.takes_steps)
+        calls_python = getattr(self.runner, "runs", None) is not None and compiling.AVAILABLE
+        return calls_python or (isinstance(self.runner, PackedPasses) and self.runner.takes_steps)
 
     @property
     def _takes_steps(self) -> bool:
         """Whether compiled steps can run passes of a single session."""
         return bool(self.runner.takes_steps)
+
+    def take_failure(self) -> BaseException | None:
+        """Return the error of the last pass that a run called, once; None if there was none."""
+        runs = getattr(self.runner, "runs", None)
+        if runs is None:
+            return None
+        failure: BaseException | None = runs.callback.failure
+        runs.callback.failure = None
+        return failure
 
     def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
         """Update the counters and the session's cache after a run of `passes` passes.

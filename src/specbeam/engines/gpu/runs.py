@@ -38,7 +38,20 @@ from specbeam.core.ranked import WHOLE, Listing, Ranked, are_whole, room_for_lis
 from specbeam.engines.arrays import Integers
 from specbeam.engines.gpu.graphs import shape_for_sizes
 from specbeam.engines.gpu.staging import Inputs, ModelLimits, Staging, mask_bytes, write_rows
-from specbeam.engines.kv.steps import BLOCK, HELD, KNOWN, SIZE, STORED, Trie, add_survivors, enter, feed_slots, prune
+from specbeam.engines.kv.steps import (
+    BLOCK,
+    KNOWN,
+    SIZE,
+    STORED,
+    Trie,
+    are_feedable,
+    enter,
+    feed_slots,
+    has_room,
+    prune,
+    settle,
+    stored_among,
+)
 
 if TYPE_CHECKING:
     from specbeam.engines.gpu.cache import GpuCache
@@ -66,34 +79,10 @@ class GpuRun(NamedTuple):
 
 
 @compiled
-def nodes_again(cache: GpuRun, nodes: Array) -> Array:
-    """Return the local nodes of the forest nodes that are stored already, whose rows have to be computed again."""
-    trie = cache.trie
-    again = np.empty(len(nodes), dtype=np.int64)
-    count = 0
-    for node in nodes:
-        if trie.local[node] < trie.counts[STORED]:
-            again[count] = trie.local[node]
-            count += 1
-    return again[:count]
-
-
-@compiled
 def rows_of_pass(cache: GpuRun, again: Array) -> int:
     """Return the number of rows of a session in a pass: its pending nodes, and the local nodes `again`."""
     counts = cache.trie.counts
     return counts[SIZE] - counts[STORED] + len(again)
-
-
-@compiled
-def is_feedable(cache: GpuRun) -> bool:
-    """Return whether the model has the tokens and positions of all pending nodes."""
-    counts = cache.trie.counts
-    is_fine = True
-    for node in range(counts[STORED], counts[SIZE]):
-        token = cache.trie.nodes[0, node]
-        is_fine &= 0 <= token < cache.model.vocab and cache.trie.nodes[2, node] < cache.model.positions
-    return is_fine
 
 
 @compiled
@@ -212,13 +201,13 @@ def extend_gpu_runs(like: GpuRun, caches: list[Any], asked: list[Asked], whole: 
             cache = held_at(caches[number], like)
             if len(one.wanted) > 0:
                 enter(cache.trie, one.tokens, one.parents)
-                again = nodes_again(cache, one.wanted)
+                again = stored_among(cache.trie, one.wanted)
                 own = rows_of_pass(cache, again)
                 fits = rows + own <= len(inputs.tokens) and sessions < inputs.sessions.shape[1]
                 fits &= byte + mask_bytes_of(cache, own) <= len(inputs.seen)
                 if not fits and sessions > 0:
                     break
-                if fits and is_feedable(cache):
+                if fits and are_feedable(cache.trie, cache.model.vocab, cache.model.positions):
                     byte = write_session(cache, one.wanted, again, one.keys, (sessions, rows, byte), total)
                     firsts[number] = total
                     total += len(one.wanted)
@@ -257,7 +246,7 @@ def score_gpu_again(cache: GpuRun, known: Ranked, nodes: Array) -> Ranked:
     found = np.empty((len(nodes), cache.vocab), dtype=np.float32)
     if len(nodes) == 0:
         return whole_rows(found)
-    again = nodes_again(cache, nodes)
+    again = stored_among(cache.trie, nodes)
     rows = rows_of_pass(cache, again)
     keys = np.zeros(len(nodes), dtype=np.uint64)
     byte = write_session(cache, nodes, again, keys, (0, 0, 0), 0)
@@ -270,12 +259,7 @@ def score_gpu_again(cache: GpuRun, known: Ranked, nodes: Array) -> Ranked:
 @compiled
 def gpu_run_has_room(cache: GpuRun, fresh: int, beams: int) -> bool:
     """Return whether the trie has capacity for a turn; see `has_room_for`."""
-    trie = cache.trie
-    counts = trie.counts
-    size = counts[SIZE] + fresh + beams
-    slots = counts[HELD] + counts[SIZE] - counts[STORED] + fresh + 1
-    rows = min(trie.nodes.shape[1], len(trie.seen))
-    return size <= rows and counts[KNOWN] + fresh + beams <= len(trie.local) and slots <= len(trie.used)
+    return has_room(cache.trie, fresh, beams)
 
 
 @has_pending.of(GpuRun)
@@ -299,9 +283,7 @@ def settle_gpu_run(
     cache: GpuRun, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array, kept: Array
 ) -> None:
     """Keep the paths to the surviving beams and to kept nodes, and free the rest; see `settle_target`."""
-    enter(cache.trie, tree[0], tree[1])
-    leaves = add_survivors(cache.trie, nodes, tokens, parents)
-    prune(cache.trie, np.concatenate((leaves, cache.trie.local[kept])))
+    settle(cache.trie, tree, nodes, tokens, parents, kept)
 
 
 @rewind.of(GpuRun)

@@ -30,6 +30,28 @@ class PaddedCache(RowMember):
         self.answered = 0  # number of forest nodes whose logits were returned in this turn
         # Rows by ascending local node: first those of roots stored in an earlier turn, then those of this turn's passes.
         self._blocks: list[tuple[Nodes, Columns]] = []
+        self.has_stale_rows = False  # whether runs have moved the roots without their logits
+
+    @property
+    def takes_embeddings(self) -> bool:
+        """Whether some rows of the session may have embeddings instead of tokens."""
+        return self.extra_inputs is not None or self.vectors is not None
+
+    @property
+    def is_for_steps(self) -> bool:
+        """Whether compiled runs can run its passes: all inputs are tokens."""
+        return self.extra_inputs is None and self.context is None and not self.has_vectors
+
+    def finish_run(self, roots: int) -> None:
+        """Read the `roots` roots from the arrays, in which steps have settled the last turn of a run."""
+        self.trie.settle_roots(roots)
+        self.answered = 0
+        self._blocks = []
+        self.has_stale_rows = True
+
+    def put_rows(self, nodes: Nodes, logits: Logits) -> None:
+        """Store the logits of local nodes, ascending, that a pass has computed again."""
+        self._blocks.insert(0, (nodes, (logits,)))
 
     def enter(self, forest: Forest) -> Nodes:
         """Add the new nodes of a forest; return the local nodes whose logits the next pass must compute."""

@@ -200,3 +200,43 @@ def prune(trie: Trie, leaves: Array) -> Array:
     counts[HELD] = used.sum()
     counts[EXTENT] = extent
     return former[:count]
+
+
+@compiled
+def stored_among(trie: Trie, nodes: Array) -> Array:
+    """Return the local nodes of the forest nodes that are stored already, whose rows have to be computed again."""
+    again = np.empty(len(nodes), dtype=np.int64)
+    count = 0
+    for node in nodes:
+        if trie.local[node] < trie.counts[STORED]:
+            again[count] = trie.local[node]
+            count += 1
+    return again[:count]
+
+
+@compiled
+def has_room(trie: Trie, fresh: int, beams: int) -> bool:
+    """Return whether a trie has capacity for a turn; see `core.passes.has_room_for`."""
+    counts = trie.counts
+    size = counts[SIZE] + fresh + beams
+    slots = counts[HELD] + counts[SIZE] - counts[STORED] + fresh + 1
+    rows = min(trie.nodes.shape[1], len(trie.seen))
+    return size <= rows and counts[KNOWN] + fresh + beams <= len(trie.local) and slots <= len(trie.used)
+
+
+@compiled
+def are_feedable(trie: Trie, tokens: int, positions: int) -> bool:
+    """Return whether a model of `tokens` tokens and `positions` positions has those of all pending nodes."""
+    is_fine = True
+    for node in range(trie.counts[STORED], trie.counts[SIZE]):
+        token = trie.nodes[0, node]
+        is_fine &= 0 <= token < tokens and trie.nodes[2, node] < positions
+    return is_fine
+
+
+@compiled
+def settle(trie: Trie, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array, kept: Array) -> None:
+    """Keep the paths to the surviving beams and to kept nodes, and free the rest; see `core.passes.settle_target`."""
+    enter(trie, tree[0], tree[1])
+    leaves = add_survivors(trie, nodes, tokens, parents)
+    prune(trie, np.concatenate((leaves, trie.local[kept])))

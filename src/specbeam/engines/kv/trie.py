@@ -74,6 +74,16 @@ class Feed:
         parents = new_rows[np.maximum(self.parents[rows], -1)]
         return Feed(self.tokens[rows], self.positions[rows], self.slots[rows], self.seen[rows], parents)
 
+    def followed_by(self, other: "Feed") -> "Feed":
+        """Return the rows of both; those of the other feed have no rows above them."""
+        return Feed(
+            np.concatenate([self.tokens, other.tokens]),
+            np.concatenate([self.positions, other.positions]),
+            np.concatenate([self.slots, other.slots]),
+            np.concatenate([self.seen, other.seen]),
+            np.concatenate([self.parents, other.parents]),
+        )
+
     @property
     def learnt(self) -> Int64[np.ndarray, " rows"]:
         """The extra rows with inputs in `ExtraInputs`, ascending; they come after the rows of the text."""
@@ -376,6 +386,12 @@ class KVTrie:
         if self.prefix:
             seen[nodes[0] <= LEARNT, 1 : 1 + self.prefix] = True
         return Feed(nodes[0], nodes[2], slots, seen, nodes[1] - start)
+
+    def stored_feed(self, nodes: Int64[np.ndarray, " n"]) -> Feed:
+        """Return stored nodes as rows of a pass that stores nothing for them: it writes to the waste slot."""
+        found = self.arrays.nodes[:, nodes]
+        slots = np.full(len(nodes), WASTE)
+        return Feed(found[0], found[2], slots, self.seen[nodes], np.full(len(nodes), -1))
 
     def forget_inner(self) -> None:
         """Drop the stored nodes without pending children, between the chunks of a long prompt.

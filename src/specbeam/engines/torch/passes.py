@@ -13,11 +13,12 @@ import torch
 from jaxtyping import Int64
 from torch.utils.hooks import RemovableHandle
 
-from specbeam.core.forest import Forest
+from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.measure.profiler import span
 from specbeam.core.records import FINAL, LEARNT, ExtraInputs, Needs, Scored
 from specbeam.engines.arrays import PassInputs
 from specbeam.engines.eligibility import lacks_taps, layers_of
+from specbeam.engines.families import head_of, positions_of
 from specbeam.engines.kv.cache import Columns, Nodes, PaddedCache
 from specbeam.engines.kv.late import LateRows, late_rows
 from specbeam.engines.kv.masks import Mask, Masks, SlotPositions
@@ -27,6 +28,7 @@ from specbeam.engines.kv.store import KVStore, Place
 from specbeam.engines.kv.trie import Feed
 from specbeam.engines.shared_tokens import SharedTokens, readable
 from specbeam.engines.torch.captured import WIDEST, CapturedForward, Forward
+from specbeam.engines.torch.runs import PaddedRuns
 from specbeam.engines.torch.sizes import rounded_up
 from specbeam.engines.torch.torch_compiled import torch_compiled
 
@@ -130,10 +132,21 @@ class PaddedPasses:
         self.masks = Masks(config, config._attn_implementation or "eager", model.dtype)
         self.store = KVStore(config.num_hidden_layers)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.runs: PaddedRuns | None = None
+        if type(self) is PaddedPasses:
+            self.runs = PaddedRuns(self, *self._sizes())
         self.captured: CapturedForward | None = None  # on a GPU
         if self.device.type == "cuda":
             weights = [weight.detach() for weight in (*model.parameters(), *model.buffers())]
             self.captured = CapturedForward(self._call_model, self.store, weights)
+
+    def _sizes(self) -> tuple[int, int | None, int]:
+        """Return the numbers of tokens that the model reads, of its positions and of its logits."""
+        logits = len(head_of(self.model))
+        tokens = self.model.get_input_embeddings().weight.shape[0]
+        if self.shared is not None:
+            logits = tokens = self.shared.vocab
+        return tokens, positions_of(self.model.config.get_text_config()), logits
 
     def cache(self, row: int, prompt: list[int]) -> PaddedCache:
         """Return the cache of a new session in a row of the store."""
@@ -148,6 +161,7 @@ class PaddedPasses:
     takes_vectors = True
     runs_ranges = False  # see `PackedPasses.runs_ranges`
     takes_steps = False  # see `PackedPasses.takes_steps`
+    most_rows_in_steps = 1 << 30  # rows of a session in a pass of compiled runs: no limit
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
         """Return the reason why these passes cannot take these inputs of extra rows; "" if they can."""
@@ -172,10 +186,45 @@ class PaddedPasses:
 
     def extend(self, caches: list[PaddedCache], forests: Sequence[Forest]) -> list[Scored]:
         """Store all pending nodes and the new nodes of these forests; return the rows that were not returned before."""
+        for cache, forest in zip(caches, forests, strict=True):
+            self._refresh_roots(cache, forest)
         wanted = [(cache, cache.enter(forest)) for cache, forest in zip(caches, forests, strict=True)]
         if busy := [(cache, nodes) for cache, nodes in wanted if cache.trie.pending]:
             self._run([self._part(cache, cache.trie.pending, nodes) for cache, nodes in busy], learns=True)
         return [cache.answer(forest) for cache, forest in zip(caches, forests, strict=True)]
+
+    def _refresh_roots(self, cache: PaddedCache, forest: Forest) -> None:
+        """Compute the logits of stored roots again if runs have moved the roots, unless their rows are known."""
+        if not cache.has_stale_rows:
+            return
+        cache.has_stale_rows = False
+        trie = cache.trie
+        roots = unknown_nodes(0, len(trie.root_at), forest.known.nodes)
+        nodes = np.unique(trie.local[roots])
+        nodes = nodes[nodes < trie.stored]
+        if len(nodes):
+            cache.put_rows(nodes, self.rows_of([(cache, nodes)]))
+
+    def rows_of(self, asked: Sequence[tuple[PaddedCache, Nodes]]) -> torch.Tensor:
+        """Store all pending nodes of these sessions, and return the logits of local nodes, float[nodes, vocab].
+
+        They are on the model's device. Nodes that are stored already take part in the pass, which stores nothing for them.
+        """
+        parts = [self._part_with(cache, nodes) for cache, nodes in asked]
+        return torch.cat([columns[0] for columns, _ in self._forward(parts, stays_on_device=True)])
+
+    def _part_with(self, cache: PaddedCache, nodes: Nodes) -> Part:
+        """Return the part of a pass with all pending nodes of a cache, and with the stored ones of these local nodes."""
+        trie = cache.trie
+        stored = trie.stored
+        again = nodes[nodes < stored]
+        pending = trie.pending
+        feed = trie.feed(pending)
+        rows = nodes - stored
+        rows[nodes < stored] = pending + np.arange(len(again))
+        if len(again):
+            feed = feed.followed_by(trie.stored_feed(again))
+        return Part(cache, feed, 0, nodes, rows)
 
     def prefill(self, caches: list[PaddedCache], counts: list[int]) -> None:
         """Store this number of pending tokens of each cache, without computing their logits."""
@@ -213,10 +262,13 @@ class PaddedPasses:
         return _shapes(cache.context)
 
     @torch.inference_mode()
-    def _forward(self, parts: list[Part]) -> list[tuple[Columns, torch.Tensor]]:
+    def _forward(self, parts: list[Part], stays_on_device: bool = False) -> list[tuple[Columns, torch.Tensor]]:
         """Run one pass over the rows of the store that have a part, and over the rows between them if these are few.
 
         Contiguous rows of the store are read in place.
+
+        Args:
+            stays_on_device: whether the logits stay on the model's device; otherwise they are returned on the host.
 
         Returns for each part the logits of its wanted nodes, with hidden states if the session needs them, and the hidden
         states of its rows before the first root.
@@ -275,7 +327,7 @@ class PaddedPasses:
             logits = run(ids, places, masks, last)
             if self.shared is not None:
                 logits = self.shared.fitted_logits(logits)
-            if self.device.type == "cuda":  # laws are computed on the host
+            if self.device.type == "cuda" and not stays_on_device:  # laws are computed on the host
                 wanted = [rows.index(row) for row in by_row]
                 logits = logits[wanted].float().cpu()
                 recorded = {column: states[wanted].float() for column, states in recorded.items()}  # heads run here

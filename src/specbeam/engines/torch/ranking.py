@@ -63,6 +63,14 @@ def room_for_ranked(rows: int, count: int, device: torch.device, pinned: bool = 
     )
 
 
+def on_host(rows: RankedRows) -> RankedRows:
+    """Return a copy of ranked rows on the host, by one transfer."""
+    count, listed = rows.tokens.shape
+    room = room_for_ranked(count, listed, torch.device("cpu"))
+    room.buffer.copy_(rows.buffer)
+    return room
+
+
 class RowSettings(NamedTuple):
     """The settings by which rows are ranked, on the device."""
 
@@ -105,8 +113,8 @@ def scrambled_bits(x: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
     return x ^ _shifted(x, 31)
 
 
-def leading_bits(key: Int64[Tensor, ""], tokens: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-    """Return `core.noise.leading_bits` of a key and tokens."""
+def leading_bits(key: Int64[Tensor, "*keys"], tokens: Int64[Tensor, " n"]) -> Int64[Tensor, "..."]:
+    """Return `core.noise.leading_bits` of a key and tokens; keys of shape [rows, 1] give [rows, n]."""
     low = key & _MASK
     high = _shifted(key, 32)
     x = (low + (tokens + 1) * _ODD) & _MASK
@@ -117,12 +125,12 @@ def leading_bits(key: Int64[Tensor, ""], tokens: Int64[Tensor, " n"]) -> Int64[T
     return x ^ (x >> 16)
 
 
-def trailing_bits(key: Int64[Tensor, ""], tokens: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
+def trailing_bits(key: Int64[Tensor, "*keys"], tokens: Int64[Tensor, " n"]) -> Int64[Tensor, "..."]:
     """Return the lower half of the 64 bits of `core.noise.gumbel`."""
     return _shifted(scrambled_bits(key + (tokens + 1) * _as_signed(_GOLDEN)), 32)
 
 
-def gumbel_noise(key: Int64[Tensor, ""], tokens: Int64[Tensor, " n"]) -> Float64[Tensor, " n"]:
+def gumbel_noise(key: Int64[Tensor, "*keys"], tokens: Int64[Tensor, " n"]) -> Float64[Tensor, "..."]:
     """Return `core.noise.gumbel` of a key and tokens, up to the last bits of logarithms."""
     trailing = trailing_bits(key, tokens)
     leading = leading_bits(key, tokens)
@@ -156,10 +164,13 @@ def ranked_by_topk(
     ordered = x.masked_fill(x.isnan(), -torch.inf) if bool(found.norm.isnan().any()) else x
     tokens, rest = _best_of(ordered, listed)
     found.rest.copy_(rest)
-    for row in noisy[:rows].nonzero().flatten().tolist():
-        noise = gumbel_noise(keys[row], torch.arange(vocab, device=device))
-        tokens[row], rest = _best_of(ordered[row : row + 1].double() / temperatures[row] + noise, listed)
-        found.rest[row] = torch.where(rest > -torch.inf, rest + SLACK * rest.abs().clamp(min=1), rest)[0]
+    with_noise = noisy[:rows].nonzero().flatten()
+    if len(with_noise):
+        noise = gumbel_noise(keys[with_noise, None], torch.arange(vocab, device=device))
+        tokens[with_noise], rest = _best_of(
+            ordered[with_noise].double() / temperatures[with_noise, None] + noise, listed
+        )
+        found.rest[with_noise] = torch.where(rest > -torch.inf, rest + SLACK * rest.abs().clamp(min=1), rest)
     found.tokens.fill_(NO_TOKEN)
     found.logits.fill_(-torch.inf)
     found.tokens[:, :listed].copy_(tokens)

@@ -162,17 +162,17 @@ def _fastest(settings: Sequence[Setting], program: str) -> Setting:
 
 
 @dataclass(frozen=True)
-class Entries:
+class RowContenders:
     """The contenders of a row with the names of their programs, and specbeam's pair."""
 
     pair: Pair
     found: list[tuple[str, Contender]]
 
 
-def _entries(plan: AnchorPlan, anchor: str, bits: int, mode: str) -> tuple[Entries, list[str]]:
+def _entries(plan: AnchorPlan, anchor: str, bits: int, mode: str) -> tuple[RowContenders, list[str]]:
     """Return the contenders of a row, and a sentence for each one that cannot run."""
     pair = load(_source(plan, anchor), **_rounding(bits))
-    entries = Entries(pair, [])
+    entries = RowContenders(pair, [])
     left_out = []
     for program, name, maker in _makers(plan, anchor, bits, mode, pair):
         try:
