@@ -12,15 +12,20 @@ START = ">"  # the last token of a prompt, after which the text begins
 SHARP = 40.0  # logit of the next token; all others have 0
 
 
-def writer(pieces, special=(), template="{{ messages[-1].content }}>{% if tools %}{% endif %}"):
+def writer(pieces, special=(), template="{{ messages[-1].content }}>{% if tools %}{% endif %}", are_named=True):
     """A pair whose model writes these pieces after `START`, then the end token; each piece is one token, used once.
 
     Args:
         special: the pieces that are special tokens.
+        are_named: whether the tokenizer lists them as its own; otherwise only its `added_tokens_decoder` marks them.
     """
     tokenizer = words.tokenizer(words.JSON)
     tokenizer.add_tokens([piece for piece in pieces if piece not in special])
-    tokenizer.add_special_tokens({"additional_special_tokens": [*special]})
+    if are_named:
+        tokenizer.add_special_tokens({"additional_special_tokens": [*special]})
+    else:
+        tokenizer.add_tokens([*special], special_tokens=True)
+        assert not {*special} & {*tokenizer.all_special_tokens}
     tokenizer.chat_template = template
     path = tokenizer.convert_tokens_to_ids([START, *pieces, tokenizer.eos_token])
     size = len(tokenizer) + len(tokenizer) % 2

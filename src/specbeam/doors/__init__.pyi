@@ -8,6 +8,7 @@ from specbeam.doors.chats import text_of_messages as text_of_messages
 from specbeam.doors.chats import tokens_of_chat as tokens_of_chat
 from specbeam.doors.energy import EnergyMeter as EnergyMeter
 from specbeam.doors.energy import joules_now as joules_now
+from specbeam.doors.grammar.spelling import special_tokens as special_tokens
 from specbeam.doors.grammar.spelling import text_of_tokens as text_of_tokens
 from specbeam.doors.growing_text import GrowingText as GrowingText
 from specbeam.doors.growing_text import unsent as unsent

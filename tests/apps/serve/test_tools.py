@@ -101,13 +101,15 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("kind", SPLIT)
-def test_a_model_that_calls_a_tool_by_itself_is_answered_as_a_call(kind):
-    """Whole and streamed, with marks that are special tokens or not."""
+@pytest.mark.parametrize(
+    ("kind", "are_named"), [*((kind, True) for kind in SPLIT), ("Llama", False), ("Mistral", False)]
+)
+def test_a_model_that_calls_a_tool_by_itself_is_answered_as_a_call(kind, are_named):
+    """Whole and streamed, with marks that are special tokens or not, named by the tokenizer or only marked as special."""
     pieces, special = SPLIT[kind]
     content = "Let me see." if pieces[0] == "Let me" else None
     body = {"messages": [USER], "tools": TOOLS, "temperature": 0, "seed": 1}
-    with asking(writer(pieces, special)) as ask:
+    with asking(writer(pieces, special, are_named=are_named)) as ask:
         (choice,) = ask(CHAT, body).json()["choices"]
         assert choice["finish_reason"] == "tool_calls"
         assert choice["message"]["content"] == content

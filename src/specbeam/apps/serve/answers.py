@@ -17,7 +17,7 @@ from specbeam.apps.serve.scoring import TokenScore
 from specbeam.apps.serve.tools import MARKS, ToolCall, calls_in, forced_call, start_of_calls
 from specbeam.core import weights_key
 from specbeam.core.draft import NoDraft
-from specbeam.doors import Request, as_texts, text_of_tokens
+from specbeam.doors import Request, as_texts, special_tokens, text_of_tokens
 from specbeam.errors import Cancelled, SpecbeamError, TimedOut, TooFewAnswers
 
 NO_LOGPROB = -9999.0  # OpenAI's number for a token of probability 0
@@ -197,8 +197,8 @@ def visible_tokens(request: Request, tokens: list[int]) -> list[int]:
 @lru_cache(maxsize=8)
 def _special_marks(tokenizer: Any) -> frozenset[int]:
     """Return the special tokens of a tokenizer that mark calls of tools."""
-    special = set(getattr(tokenizer, "all_special_tokens", ()))
-    return frozenset(tokenizer.convert_tokens_to_ids(mark) for mark in MARKS if mark in special)
+    vocab = tokenizer.get_vocab()
+    return frozenset(vocab[mark] for mark in MARKS if mark in vocab) & special_tokens(tokenizer)
 
 
 def cut_at(order: Order, text: str) -> tuple[str, str | None]:

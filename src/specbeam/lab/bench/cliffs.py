@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from specbeam import Method, Pair
-from specbeam.doors import Prompt, method_from, warper_names
+from specbeam.doors import Prompt, method_from, special_tokens, warper_names
 from specbeam.errors import MissingPackage
 from specbeam.lab.bench.baselines import transformers
 from specbeam.lab.bench.outcome import Contender, Outcome, specbeam
@@ -199,8 +199,7 @@ def random_prompts(pair: Pair, count: int) -> list[Prompt]:
 
     Every call returns the same prompts.
     """
-    tokenizer: Any = pair.tokenizer
-    special = set(pair.eos) if tokenizer is None else {*pair.eos, *tokenizer.all_special_ids}
+    special = {*pair.eos} if pair.tokenizer is None else {*pair.eos, *special_tokens(pair.tokenizer)}
     ordinary = [token for token in range(pair.target.vocab) if token not in special]
     dice = np.random.default_rng(0)
     return [dice.choice(ordinary, RANDOM_TOKENS).tolist() for _ in range(count)]
