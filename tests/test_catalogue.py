@@ -303,3 +303,23 @@ def test_a_trie_takes_less_than_a_hundred_bytes_per_item():
     tokens = np.unique(rng.integers(0, 64, (60_000, 4)), axis=0) + 64 * np.arange(4)
     trie, order = trie_of(rng.permutation(tokens))
     assert (sum(one.nbytes for one in trie) + order.nbytes) / len(tokens) < 100
+
+
+def test_end_tokens_that_no_item_contains_share_one_trie(pair):
+    """So nobody who varies them makes a trie anew, or evicts one."""
+    items = sb.catalogue({"a": [3, 4, 5], "b": [3, 6, 2]})
+    usual, _ = items._trie(None, (2,))
+    others = [items._trie(None, (2, other))[0] for other in range(7, 60)]
+    assert all(one is usual for one in others)
+    assert items._trie(None, ())[0] is not usual
+    assert items._trie(None, (9, 2))[0] is usual
+    assert items.tokens_among(None, (2, 3, 9)) == (2, 3)
+
+
+def test_a_trie_that_is_in_use_is_not_evicted_by_tries_for_other_end_tokens():
+    items = sb.catalogue([[token, 30 + token] for token in range(20)])
+    usual, _ = items._trie(None, ())
+    for token in range(20):
+        items._trie(None, (30 + token,))
+        assert items._trie(None, ())[0] is usual
+    assert len(items._tries) <= 8

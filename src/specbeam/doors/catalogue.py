@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Integer
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MARK = b"specbeam catalogue 1\n"  # the first line of a saved catalogue
 KEPT = 8  # tries cached per catalogue, for other tokenizers and end tokens
+_ROWS = 2**16  # items looked at together, so that temporary arrays stay small
 _FORMATS = ".json, .txt, .csv, .tsv, .npz or .catalogue"
 
 
@@ -46,6 +47,7 @@ class Catalogue:
         self._whole = self if whole is None else whole
         self._places: dict[Any, int] | None = None
         self._tries: OrderedDict[Any, tuple[ItemTrie, Any]] = OrderedDict()
+        self._token_lists: OrderedDict[int | None, _TokenLists] = OrderedDict()  # by tokenizer
 
     @property
     def size(self) -> int:
@@ -163,20 +165,34 @@ class Catalogue:
         self, tokenizer: "PreTrainedTokenizerBase | None", eos: tuple[int, ...]
     ) -> tuple[ItemTrie, Integer[np.ndarray, " items"]]:
         """Return the trie of all items, and the order of their tokens."""
-        key = (None if self._tokens is not None else id(tokenizer), eos)
+        key = (None if self._tokens is not None else id(tokenizer), self.tokens_among(tokenizer, eos))
         if key not in self._tries:
-            tokens = self._tokens
-            if tokens is None:
-                tokens = _tokenized(self._texts or (), tokenizer)
-            without_ends = _without_ends(tokens, eos)
-            as_it_is = self._tries.get((None, ()))
-            if without_ends is tokens and as_it_is is not None:
-                self._tries[key] = as_it_is
-            else:
-                self._tries[key] = trie_of(without_ends)
+            lists = self._lists(tokenizer)
+            self._tries[key] = trie_of(_without_ends(lists.tokens, key[1]))
             while len(self._tries) > KEPT:
                 self._tries.popitem(last=False)
+        self._tries.move_to_end(key)
         return self._tries[key]
+
+    def tokens_among(self, tokenizer: "PreTrainedTokenizerBase | None", tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return those of the given tokens that items of the whole catalogue contain, ascending."""
+        if not tokens:
+            return ()
+        known = self._whole._lists(tokenizer).known
+        return tuple(sorted(token for token in {*tokens} if token in known))
+
+    def _lists(self, tokenizer: "PreTrainedTokenizerBase | None") -> "_TokenLists":
+        """Return the tokens of all items."""
+        own = None if self._tokens is not None else id(tokenizer)
+        if own not in self._token_lists:
+            tokens = _tokenized(self._texts or (), tokenizer) if self._tokens is None else self._tokens
+            self._token_lists[own] = _TokenLists(tokenizer, tokens, _known(tokens))
+            while len(self._token_lists) > KEPT:
+                forgotten, _ = self._token_lists.popitem(last=False)
+                for key in [key for key in self._tries if key[0] == forgotten]:
+                    del self._tries[key]
+        self._token_lists.move_to_end(own)
+        return self._token_lists[own]
 
     def save(self, path: "str | Path") -> None:
         """Write the trie and the names to a file, which `catalogue` maps into memory. The items must be token ids.
@@ -193,6 +209,20 @@ class Catalogue:
             for array in (self._tokens, order, *trie, np.frombuffer(names, dtype=np.uint8)):
                 file.write(b"\0" * (-file.tell() % 64))
                 np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
+
+
+class _TokenLists(NamedTuple):
+    """The tokens of all items.
+
+    Attributes:
+        tokenizer: of the texts. It is kept, so that no other one gets its address.
+        tokens: int32[items, longest], with -1 after the last token.
+        known: the tokens in any item.
+    """
+
+    tokenizer: Any
+    tokens: Integer[np.ndarray, "items longest"]
+    known: frozenset[int]
 
 
 def catalogue(items: Any) -> Catalogue:
@@ -288,6 +318,14 @@ def _without_ends(tokens: Integer[np.ndarray, "items longest"], eos: tuple[int, 
         number = int(np.isin(found, eos).any(1).argmax())
         raise BadSetting(f"item {number} of the catalogue has an end token before its last token; leave it out")
     return found
+
+
+def _known(tokens: Integer[np.ndarray, "items longest"]) -> frozenset[int]:
+    """Return the tokens in any item."""
+    is_known = np.zeros(int(tokens.max(initial=-1)) + 2, dtype=bool)
+    for start in range(0, len(tokens), _ROWS):
+        is_known[tokens[start : start + _ROWS]] = True  # -1 marks the last entry
+    return frozenset(np.flatnonzero(is_known[:-1]).tolist())
 
 
 def _depth(trie: ItemTrie) -> int:
