@@ -1,5 +1,6 @@
 """The public names of this package, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
+from specbeam.core.agenda import close_search as close_search
 from specbeam.core.beams import Beams as Beams
 from specbeam.core.decoder import Decoder as Decoder
 from specbeam.core.forest import CHOSEN as CHOSEN

@@ -274,6 +274,12 @@ class Agenda:
             entries = self.entries
             going = np.flatnonzero(~entries.ended)
             best = going[_split(entries.keys[going], count)[0]]
+    def close(self) -> tuple[Ended, ...]:
+        """Score no further prefixes, and return the best texts found so far, as at the limit of prefixes."""
+        self.most = self.scored
+        self.trim()
+        return self.pop()
+
             kept = np.ones(len(entries.keys), dtype=bool)
             changed = False
             for place in best:
@@ -374,3 +380,10 @@ def log_law(
         same = nodes[here]
         found[here] = processed_rows(np.ascontiguousarray(rows[here]), warp, partial(session.paths, forest, same))
     return found
+def close_search(session: Session) -> None:
+    """End a best-first search with the best texts found so far, which may not be certain; do nothing for other sessions."""
+    agenda: Agenda | None = session.state.get(Agenda)
+    if agenda is not None:
+        session.ended += agenda.close()
+
+

@@ -62,6 +62,7 @@ class Controller(Protocol):
         enter(session, batch_size) -> bool: called before the first turn of a session, with the number of sessions that
             decode together; whether it drafts at all. If not, its drafter is replaced by `NoDraft`.
         remember(session): called when a session is over (control/needs.py).
+        largest: Shape: the largest shape that it plans, from which servers reckon memory.
     """
 
     def plan(self, session: "Session") -> Shape: ...
@@ -88,6 +89,8 @@ class Drafter(Protocol):
         extra_inputs: ExtraInputs: inputs of the extra rows other than tokens.
         spec(session): a record whose kind has a step `draft_turn` (draft/turns.py). With it, turns run compiled.
         keeps_nodes: True if its forests start with `session.start`, so that nodes can be kept from turn to turn.
+        most_nodes(beams, shape) -> int: the maximum number of nodes of a forest of this shape, with those kept from earlier
+            turns; without it, depth * width.
     """
 
     def draft(self, sessions: list["Session"], shapes: list[Shape]) -> list[Forest]: ...

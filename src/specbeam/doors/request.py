@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from specbeam.core.agenda import Agenda
 from specbeam.core.limits import Ended
 from specbeam.core.records import Beam, Generation
 from specbeam.core.session import Parts, Session
@@ -128,7 +129,8 @@ class Request:
         def score(text: Ended) -> float:
             return limits.normalised(text.loglik, len(text.tokens))
 
-        texts = sorted(session.hypotheses(), key=score, reverse=True)
+        has_prefixes = Agenda in session.state  # the live beam of a best-first search is its prompt, which is no text
+        texts = sorted(session.ended if has_prefixes else session.hypotheses(), key=score, reverse=True)
         if session.remaining > 0:
             # The session stopped before its length limit and abandoned its live beams: finished beams come first. At the
             # limit, unfinished beams compete by score, as in transformers.

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.apps.serve.engine import Draining, Engine, EngineFailed, EngineLimits, Job, NoRoom, QueueFull
-from specbeam.core.decode import Decoder
+from specbeam.apps.serve.engine import Draining, Engine, EngineFailed, EngineLimits, Job, NoRoom, QueueFull, room_of
+from specbeam.core.decode import Decoder, decode
 from specbeam.core.forest import Forest
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
-from specbeam.errors import BrokenLaw, BrokenPart, Cancelled, NotSupported, TimedOut
+from specbeam.errors import BrokenLaw, BrokenPart, Cancelled, NotSupported, TimedOut, TooFewAnswers
+from specbeam.recipes.best import best_first
 from tests.apps.serve.conftest import CHUNK, LONG, SHORT
 from tests.support.seats import plain_logits, seat
 
@@ -236,6 +237,66 @@ def test_who_ends_lets_a_request_end_of_which_a_text_has_begun_and_refuses_those
         assert [(session.failure, session.length) for session in begun.wait()] == [(None, 60)] * 3
         assert all(isinstance(session.failure, Draining) for session in waiting.wait())
     assert left(pair) == []
+
+
+def test_a_search_at_its_time_limit_ends_with_the_texts_that_it_has_found(pair):
+    """The proved ones come first, those that may not be certain after them, and the prompt alone is no text."""
+    settings = Settings.given(
+        {"max_new_tokens": 6, "eos_token_id": [5], "length_penalty": 0.0} | {"num_return_sequences": 5000}, None
+    )
+    expected = [one.tokens for one in sb.best(pair, [3, 4], 4, max_new_tokens=6, eos_token_id=[5])]
+    with Engine(pair, LIMITS) as engine:
+        request = Request.of(pair, [3, 4], best_first(5000), settings)
+        ends = Ends(request.sessions)
+        proved = []
+
+        def see(session, turn):
+            if session.ended and not proved:
+                proved.extend(session.ended)
+                ends.jobs[0].end_by = 0
+
+        ends.jobs[0].see = see
+        engine.submit(ends.jobs)
+        (session,) = ends.wait()
+    error = request.result(session)
+    assert isinstance(error, TooFewAnswers)
+    found = [one.tokens for one in error.generations]
+    assert found[: len(proved)] == [one.tokens for one in proved]
+    assert found[0] == expected[0]
+    assert all(found)
+    certain = [beam.certain for beam in error.generations[0].beams]
+    assert certain == sorted(certain, reverse=True)
+    assert left(pair) == []
+
+
+def test_a_search_that_has_found_nothing_at_its_time_limit_fails_by_it(pair):
+    settings = Settings.given({"max_new_tokens": 200, "eos_token_id": [5], "min_new_tokens": 150}, None)
+    with Engine(pair, LIMITS) as engine:
+        ends = Ends(Request.of(pair, [3, 4], best_first(2), settings).sessions)
+        ends.jobs[0].see = lambda session, turn: setattr(ends.jobs[0], "end_by", 0)
+        engine.submit(ends.jobs)
+        (session,) = ends.wait()
+    assert isinstance(session.failure, TimedOut)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [best_first(None, 1000), sb.dsbd(2, 40, 8, width="fixed"), sb.opt_tree(nodes=200, depth=12)],
+    ids=lambda method: method.name,
+)
+def test_the_room_of_a_text_covers_the_nodes_that_a_method_holds(pair, method):
+    """Prefixes of a search, and drafts that are larger than the text."""
+    settings = Settings.given({"max_new_tokens": 16, "eos_token_id": [5]}, None)
+    (session,) = Request.of(pair, [3, 4], method, settings, 3).sessions
+    rooms = {lm: room_of(lm, session) for lm in (pair.target, pair.draft)}
+    most = dict.fromkeys(rooms, 0)
+    for _ in decode(pair.target, [session]):
+        for lm in rooms:
+            held = [cache.trie.held for row_caches in lm.caches for cache in row_caches]
+            most[lm] = max(most[lm], *held, session.count.peak_kv_tokens * (lm is pair.target))
+    assert session.failure is None
+    assert most[pair.target] > len(session.prompt) + 16 + 16 + 64
+    assert all(most[lm] <= room.slots for lm, room in rooms.items())
 
 
 def test_a_job_that_can_never_fit_is_refused_and_others_wait_for_room(pair):

@@ -17,7 +17,8 @@ from specbeam import Generation, Method, Pair
 from specbeam.apps.serve.buckets import SECONDS, Buckets
 from specbeam.apps.serve.line import Line
 from specbeam.apps.serve.scoring import TokenScore, score_texts
-from specbeam.core import LM, TURNS, Decoder, Session, Turn
+from specbeam.core import LM, TURNS, Decoder, Session, Turn, close_search
+from specbeam.core.draft import most_nodes
 from specbeam.doors import CallPlan, Request, Settings, in_prompt_order, joules_now, resolved_method, settled_tokens
 from specbeam.errors import Cancelled, SpecbeamError, TimedOut
 from specbeam.models import EncoderDecoderLM
@@ -237,9 +238,10 @@ class Engine:
             job.room = {lm: room_of(lm, job.session) for lm in self._models()}
             if not self._has_room([job]):
                 raise NoRoom(
-                    f"a prompt of {len(job.session.prompt)} tokens with {job.session.limits.max_new_tokens} new tokens "
-                    f"needs {self._bytes_of([job]) // 2**20} MiB of KV cache, but this server has "
-                    f"{(self.limits.kv_bytes or 0) // 2**20} MiB; ask for fewer new tokens or beams"
+                    f"a prompt of {len(job.session.prompt)} tokens with {job.session.limits.max_new_tokens} new tokens and "
+                    f"up to {most_nodes(job.session)} drafted or searched tokens at a time needs "
+                    f"{self._bytes_of([job]) // 2**20} MiB of KV cache, but this server has "
+                    f"{(self.limits.kv_bytes or 0) // 2**20} MiB; ask for fewer new tokens or beams, or for shorter drafts"
                 )
         with self._condition:
             self._check_open()
@@ -725,8 +727,11 @@ class Engine:
         self._cut(job, "it reached the time limit", late)
 
     def _cut(self, job: Job, reason: str, error: SpecbeamError) -> None:
-        """End a job with its text so far, or with an error if it has none."""
-        if job not in self.inside or job.session.length == 0 or job.session.failure is not None:
+        """End a job with its text so far, or with an error if it has none. A search ends with the texts it has found."""
+        session = job.session
+        if job in self.inside and session.failure is None:
+            close_search(session)
+        if job not in self.inside or not (session.length or session.ended) or session.failure is not None:
             self._end(job, error)
             return
         job.cut = reason
@@ -963,11 +968,11 @@ def _show(job: Job, turn: Turn) -> None:
 def room_of(lm: Any, session: Session) -> StoreRoom:
     """Return an estimate of the room that a session needs in the KV store of a model.
 
-    Beams share their past: each has only a few tokens of its own, and the drafts of a turn. A model that reads in segments
-    has a row per window, whose length does not grow with the text.
+    Beams share their past: each has only a few tokens of its own, and the drafts of a turn. A best-first search keeps its
+    prefixes. A model that reads in segments has a row per window, whose length does not grow with the text.
     """
     beams = max(session.limits.keep, 1)
-    apart = 16 * beams + 64
+    apart = 16 * beams + max(most_nodes(session), 64)
     if hasattr(lm, "windows_of"):
         return StoreRoom(lm.windows_of(beams), lm.window_slots + apart)
     new = session.limits.max_new_tokens

@@ -78,6 +78,11 @@ class DepthByCost:
     explore: int = 8
     alone: bool = False
 
+    @property
+    def largest(self) -> Shape:
+        """The largest shape that it plans."""
+        return Shape(self.most, max(self.layers))
+
     def plan(self, session: Session) -> Shape:
         plan = self.numbers(session)
         depth = plan_depth(plan, session.beams.size, session.count.target_passes, session.remaining)

@@ -19,6 +19,11 @@ class FixedShape:
     width: int
     beyond: int = 1
 
+    @property
+    def largest(self) -> Shape:
+        """The largest shape that it plans."""
+        return Shape(self.depth, self.width)
+
     def plan(self, session: Session) -> Shape:
         return Shape(min(self.depth, session.remaining - self.beyond), self.width)
 

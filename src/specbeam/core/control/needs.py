@@ -559,6 +559,11 @@ class NodesByNeed:
         shape = f"{self.most} layers of {self.width} by {type(session.parts.drafter).__name__}"
         return enter_pace(self, session, f"{self._kind(session)}, {shape}", batch_size)
 
+    @property
+    def largest(self) -> Shape:
+        """The largest shape that it plans."""
+        return Shape(self.most, self.width)
+
     def plan(self, session: Session) -> Shape:
         if not has_drafts(self, session):
             return Shape(0, 0)

@@ -205,6 +205,11 @@ class DraftsIfFaster:
         warp = session.warp
         return enter_pace(self, session, f"{self.drafts}, {rule!r}, {warp.greedy=}, cuts={warp.cut.cuts}", batch_size)
 
+    @property
+    def largest(self) -> Shape:
+        """The largest shape that it plans."""
+        return self.planned.largest
+
     def plan(self, session: Session) -> Shape:
         return self.planned.plan(session) if has_drafts(self, session) else Shape(0, 0)
 

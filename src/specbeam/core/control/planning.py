@@ -105,6 +105,11 @@ class PlansMostLayers:
     most: int
     width: int
 
+    @property
+    def largest(self) -> Shape:
+        """The largest shape that it plans."""
+        return Shape(self.most, self.width)
+
     def plan(self, session: Session) -> Shape:
         return Shape(min(self.most, session.remaining - 1), self.width)
 

@@ -58,6 +58,11 @@ class SizeByLatency:
     explore: int = 8
     learnt: dict[str, PassStatistics] = field(default_factory=dict, compare=False)
 
+    @property
+    def largest(self) -> Shape:
+        """The largest shape that it plans."""
+        return Shape(self.depth, self.most)
+
     def plan(self, session: Session) -> Shape:
         memory = self._memory()
         turns = session.count.target_passes

@@ -1,5 +1,6 @@
 """The public names of this package, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
+from specbeam.core.draft.batch import most_nodes as most_nodes
 from specbeam.core.draft.beams import BeamDrafter as BeamDrafter
 from specbeam.core.draft.beams import NoDraft as NoDraft
 from specbeam.core.draft.best_first import BestFirst as BestFirst

@@ -145,6 +145,10 @@ class SearchAhead:
         """Whether the draft model, too, can keep nodes from turn to turn."""
         return all(getattr(model, "keeps_nodes", False) for model in self.models)
 
+    def most_nodes(self, beams: int, shape: Shape) -> int:
+        """Return the limit of scored prefixes: all of them may stay in the forest."""
+        return self.most
+
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """Return a forest per session, of up to `shape.width` new nodes."""
         growing: list[Growing] = []

@@ -1,6 +1,7 @@
 """DRAFT: drafts for all live sessions. Sessions that share a drafter are drafted together."""
 
 import warnings
+from typing import Any
 
 from specbeam.core.forest import Forest
 from specbeam.core.lm import LM
@@ -24,6 +25,15 @@ def drafted(sessions: list[Session], shapes: list[Shape], vocab: int) -> list[Fo
                 with session.failing_alone("draft: "):
                     forests[session] = forest.fitting(vocab)
     return [*forests.values()]
+
+
+def most_nodes(session: Session) -> int:
+    """Return the maximum number of nodes in a session's forests, as its parts state it; 0 if they do not."""
+    drafter: Any = session.parts.drafter
+    shape: Shape = getattr(session.parts.controller, "largest", Shape(0, 0))
+    if hasattr(drafter, "most_nodes"):
+        return int(drafter.most_nodes(session.limits.keep, shape))
+    return shape.depth * shape.width
 
 
 def _is_ready(session: Session) -> bool:

@@ -610,6 +610,10 @@ class NoDraft:
         """Return None: nothing is drafted from rows."""
         return
 
+    def most_nodes(self, beams: int, shape: Shape) -> int:
+        """Return 0."""
+        return 0
+
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """Return a forest of roots for each session."""
         return [Forest.rooted(session.beams.tokens) for session in sessions]

@@ -56,7 +56,7 @@ from specbeam.core.forest import (
 )
 from specbeam.core.laws.edits import edited_rows
 from specbeam.core.laws.listing import listing_for
-from specbeam.core.laws.ranking import Truncation, cuts, largest
+from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation, cuts, largest
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, UNDECIDED, condition_of_norm, condition_of_row, exponentials
 from specbeam.core.laws.rows import RowLaw, is_law_decided, law_of_row, token_at
 from specbeam.core.laws.warp import Rows, on_host, processed_rows, row_laws
@@ -882,6 +882,13 @@ class TreeDrafter:
             return None
         spec = self._spec_of_layers(session)
         return None if isinstance(spec, OwnChildrenSpec) else spec
+
+    def most_nodes(self, beams: int, shape: Shape) -> int:
+        """Return the maximum number of nodes of the trees of a turn."""
+        spec = None
+        if hasattr(self.growth, "spec"):
+            spec = self.growth.spec(NO_TRUNCATION, np.zeros(0, dtype=np.int64), True, False)
+        return shape.depth * shape.width if spec is None else int(nodes_of(spec, beams, shape.depth, shape.width))
 
     def listing(self, session: Session, width: int) -> Listing | None:
         """Return the lists of tokens that decide the draft's laws; None if it reads whole rows of its model.
