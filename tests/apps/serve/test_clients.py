@@ -1,5 +1,7 @@
 """What clients of other servers send and read: histories, calls, forms, streams, and pages of another origin."""
 
+import asyncio
+import itertools
 import time
 
 import pytest
@@ -17,6 +19,7 @@ from tests.support.tokenizer_kinds import tokenizer_of
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
+from specbeam.apps.serve.asking import Asking
 from specbeam.apps.serve.config import ServerConfig
 from tests.support.asgi import asking, choices_of, events_of
 
@@ -551,3 +554,48 @@ def test_a_stream_says_that_code_is_compiled_to_clients_that_know_of_it(monkeypa
         plain = other("/v1/completions", body | {"num_beams": 2})
         assert not [one for one in events_of(plain) if "compiling" in (one.get("specbeam") or {})]
         assert ": ping\n\n" in plain.text
+
+
+def test_a_stream_without_text_sends_pings_while_its_request_takes_steps(monkeypatch):
+    """A proxy ends a connection on which nothing is sent, whether or not the request moves."""
+    monkeypatch.setattr("specbeam.apps.serve.asking.PING_S", 0.0)
+    with asking(worded_pair()) as ask:
+        answer = ask("/v1/completions", {"prompt": "Hallo", "max_tokens": 60, "stream": True, "best": 2})
+        assert answer.text.split("data: ")[0].count(": ping") > 1
+        assert choices_of(answer)[-1]["finish_reason"]
+
+
+def test_a_stream_sends_pings_while_its_texts_are_scored(monkeypatch):
+    monkeypatch.setattr("specbeam.apps.serve.asking.PING_S", 0.0)
+    monkeypatch.setattr("specbeam.apps.serve.asking.COMPILING_S", 0.02)
+    score = Asking._score
+
+    async def slow(self, *given):
+        await asyncio.sleep(0.3)
+        return await score(self, *given)
+
+    monkeypatch.setattr(Asking, "_score", slow)
+    body = {"prompt": "Hallo", "max_tokens": 3, "seed": 1, "stream": True, "logprobs": 1}
+    with asking(worded_pair()) as ask:
+        for echo in (False, True):
+            assert ask("/v1/completions", body | {"echo": echo}).text.count(": ping") > 8
+
+
+def test_the_turns_of_texts_that_are_decoded_apart_have_their_own_numbers():
+    body = {"prompt": "Hallo", "max_tokens": 12, "seed": 1, "stream": True, "n": 3}
+    with asking(worded_pair()) as ask:
+        for shown in ({"trace": True}, {"stream": "live"}):
+            found = ask("/v1/completions", body | {"specbeam": {"method": "sampling"} | shown})
+            (kind,) = {"turn" if "trace" in shown else "live"}
+            shown_runs = [one["specbeam"] for one in events_of(found) if kind in (one.get("specbeam") or {})]
+            by_run = {}
+            for one in shown_runs:
+                by_run.setdefault(one["run"], []).append(one[kind])
+            texts, _ = streamed_texts(found)
+            assert sorted(by_run) == [0, 1, 2]
+            for run, turns in by_run.items():
+                if kind == "turn":
+                    assert [turn["n"] for turn in turns] == [*range(1, len(turns) + 1)]
+                settled = [turn["settled"] for turn in turns]
+                assert all(after.startswith(before) for before, after in itertools.pairwise(settled))
+                assert texts[run].startswith(settled[-1])

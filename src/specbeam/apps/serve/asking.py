@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,6 +51,22 @@ BUSY = "too many requests of this key are being read; try again later"
 Result = TypeVar("Result")
 
 
+@dataclass
+class _ShownRun:
+    """A session of a request whose turns are shown.
+
+    Attributes:
+        text: the settled part of its text.
+        last_turn, last_live: clock times of its latest turn, and of the latest record of its live beams.
+        turns: number of turns so far.
+    """
+
+    text: GrowingText
+    last_turn: float
+    last_live: float = 0.0
+    turns: int = 0
+
+
 class Asking:
     """A running request for texts.
 
@@ -81,11 +98,8 @@ class Asking:
         self._make: Callable[[], Request] | None = None
         self._began_again = False
         self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
-        self._turns = 0
         self._words = words_of(served.pair.tokenizer)
-        self._last_turn = time.monotonic()
-        self._last_live = 0.0
-        self._live_text: GrowingText | None = None  # settled part of a text whose live beams are shown
+        self._shown: dict[int, _ShownRun] = {}  # by the place of its session
         self._texts: dict[int, GrowingText] = {}  # text streamed so far, by the place of its session
 
     @property
@@ -230,16 +244,19 @@ class Asking:
     def _see(self, session: Session, turn: Turn) -> None:
         """Store the record of a turn; called in the engine's thread."""
         now = time.monotonic()
-        self._turns += 1
+        if session.place not in self._shown:
+            self._shown[session.place] = _ShownRun(self.request.growing_text(), self.began)
+        run = self._shown[session.place]
+        run.turns += 1
         if self.order.options.trace:
-            record = turn_record(session, turn, self._words, self._turns, 1000 * (now - self._last_turn))
-            self._events.append({"turn": record})
-        elif now - self._last_live >= LIVE_S:
-            self._last_live = now
-            self._events.append({"live": self._live(session)})
-        self._last_turn = now
+            record = turn_record(session, turn, self._words, run.turns, 1000 * (now - run.last_turn))
+            self._events.append({"run": session.place, "turn": record})
+        elif now - run.last_live >= LIVE_S:
+            run.last_live = now
+            self._events.append({"run": session.place, "live": self._live(session, run)})
+        run.last_turn = now
 
-    def _live(self, session: Session) -> dict[str, Any]:
+    def _live(self, session: Session, run: "_ShownRun") -> dict[str, Any]:
         settled = session.settled
         length = session.length
         beams: list[tuple[str, float, bool]] = [
@@ -252,9 +269,7 @@ class Asking:
         ]
         beams.sort(key=lambda beam: -beam[1])
         best = beams[0] if beams else ("", 0.0, False)
-        if self._live_text is None:
-            self._live_text = self.request.growing_text()
-        return {"text": best[0], "score": best[1], "beams": beams[:32], "settled": self._live_text.settled(settled)}
+        return {"text": best[0], "score": best[1], "beams": beams[:32], "settled": run.text.settled(settled)}
 
     def cancel(self) -> None:
         """Cancel the unfinished texts."""
@@ -414,13 +429,17 @@ class Asking:
         A delta has only text that all possible answers share, so it is never retracted. The last delta of a choice has
         the rest of its text. A choice that `min_logp` may drop is sent as a whole at the end.
         """
+        async for chunk in self._chunks():
+            self._last_sent = time.monotonic()
+            yield chunk
+
+    async def _chunks(self) -> AsyncIterator[dict[str, Any] | None]:
+        """Yield what `stream` does."""
         order = self.order
         sent: dict[int, str] = {}
         assert self._submitting is not None
-        while not self._submitting.done():
-            await asyncio.wait([self._submitting], timeout=COMPILING_S)
-            for note in self._notes():
-                yield note
+        async for note in self._notes_until(self._submitting):
+            yield note
         await self._submitted()
         indices = self._indices()
         for number in sorted(index for each in indices.values() for index in each):
@@ -429,7 +448,10 @@ class Asking:
                 yield self._opening(number)
         if order.echo:
             for number in range(len(order.prompts)):
-                text, scores = await self._echo(number)
+                echoing = asyncio.ensure_future(self._echo(number))
+                async for note in self._notes_until(echoing):
+                    yield note
+                text, scores = echoing.result()
                 end: dict[str, Any] = {"finish_reason": None} if self.jobs else ENDED_ECHO
                 for echo in await self._in_pool(partial(self._only_echoes, number, text, scores)):
                     yield self._chunk([echo | end])
@@ -440,7 +462,10 @@ class Asking:
                 yield chunk
         for event in self._take_events():
             yield event
-        outcome = await self.finish()
+        finishing = asyncio.ensure_future(self.finish())
+        async for note in self._notes_until(finishing):
+            yield note
+        outcome = finishing.result()
         for choice in outcome.choices:
             if order.is_chat and choice.index not in sent:
                 yield self._opening(choice.index)
@@ -467,23 +492,37 @@ class Asking:
                         yield self._chunk([delta])
             if self.is_over:
                 return
+            has_moved = True
             try:
                 await asyncio.wait_for(self._moved.wait(), COMPILING_S)
-                self._last_sent = time.monotonic()
             except TimeoutError:
+                has_moved = False
+            for note in self._notes(has_moved):
+                yield note
+
+    async def _notes_until(self, work: "asyncio.Future[Any]") -> AsyncIterator[dict[str, Any] | None]:
+        """Yield what a stream sends until some work is done; the work is cancelled if the stream ends before."""
+        try:
+            while not work.done():
+                await asyncio.wait([work], timeout=COMPILING_S)
                 for note in self._notes():
                     yield note
+        finally:
+            if not work.done():
+                work.cancel()
 
-    def _notes(self) -> list[dict[str, Any] | None]:
-        """Return what a stream sends while nothing moves: that steps are compiled, or a ping from time to time.
+    def _notes(self, has_moved: bool = False) -> list[dict[str, Any] | None]:
+        """Return what a stream sends while there is no text: that steps are compiled, or a ping from time to time.
 
         Only clients that know the object `specbeam` get events without choices; to others a ping is sent.
+
+        Args:
+            has_moved: whether the request takes steps, which may give no text for long; then nothing is compiled for it.
         """
-        compiling = compilation_watch().progress
+        compiling = None if has_moved else compilation_watch().progress
         now = time.monotonic()
         if compiling is None and now - self._last_sent < PING_S:
             return []
-        self._last_sent = now
         if compiling is None or self.order.body.specbeam is None:
             return [None]
         return [self._head(self._kind) | {"choices": [], "specbeam": {"compiling": compiling}}]
