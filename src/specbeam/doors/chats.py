@@ -98,7 +98,8 @@ def _with_arguments(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     found = dict(message)
     calls = found.get("tool_calls")
     if isinstance(calls, list):
-        found["tool_calls"] = [_call_with_arguments(call, f"messages[{number}].tool_calls") for call in calls]
+        where = f"messages[{number}].tool_calls"
+        found["tool_calls"] = [_call_with_arguments(call, f"{where}[{place}]") for place, call in enumerate(calls)]
     return found
 
 
@@ -115,8 +116,8 @@ def _call_with_arguments(call: Any, where: str) -> Any:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
             raise BadPrompt(
-                f"the arguments of a call in {where} are {arguments[:80]!r}; they must be a JSON object: {error}"
+                f"the arguments of {where} are {arguments[:80]!r}; they must be a JSON object: {error}"
             ) from error
     if not isinstance(arguments, Mapping):
-        raise BadPrompt(f"the arguments of a call in {where} are {str(arguments)[:80]}; they must be a JSON object")
+        raise BadPrompt(f"the arguments of {where} are {str(arguments)[:80]}; they must be a JSON object")
     return {**call, "function": {**function, "arguments": dict(arguments)}}

@@ -261,7 +261,7 @@ def test_arguments_of_earlier_calls_reach_the_template_as_an_object(ask):
 @pytest.mark.parametrize("arguments", ["nope", '{"city":', "[1]", "3", '"text"', ["a"]])
 def test_arguments_that_are_no_object_are_refused(ask, arguments):
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call(arguments)]}]
-    with pytest.raises(BadPrompt, match=r"arguments of a call in messages\[1\].tool_calls"):
+    with pytest.raises(BadPrompt, match=r"arguments of messages\[1\].tool_calls\[0\]"):
         prompt_of_messages(worded_pair().tokenizer, None, messages)
     error = ask("/v1/chat/completions", {"messages": messages, "max_tokens": 1}).json()["error"]
     assert (error["param"], error["code"]) == ("messages", "bad_prompt")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -163,6 +164,42 @@ def test_a_response_that_this_server_cannot_give_is_refused_by_its_own_field(ask
     answer = ask(RESPONSES, PLAIN | more)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{"}
+ASKED = {"role": "user", "content": "a"}
+GOOD_CALL = CALL | {"arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"input": [ASKED, {"role": "nobody", "content": "a"}]}, r"input\[1\]\.role is 'nobody'"),
+        ({"input": [ASKED, {"role": "nobody", "content": "a"}], "instructions": "b"}, r"input\[1\]\.role is 'nobody'"),
+        ({"input": [ASKED, GOOD_CALL, CALL]}, r"the arguments of input\[2\] are '\{'"),
+        ({"input": [ASKED, GOOD_CALL, CALL], "instructions": "b"}, r"the arguments of input\[2\] are '\{'"),
+        ({"input": [{"role": "messages.0", "content": "a"}]}, r"input\[0\]\.role is 'messages\.0'"),
+        ({"max_output_tokens": 100_000}, r"^max_output_tokens is 100000"),
+        ({"max_output_tokens": 4000, "input": "Hallo " * 30}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, r"^text\.format\.schema is missing"),
+        ({"text": {"format": {"type": "json_schema", "name": "", "schema": {}}}}, r"^text\.format\.name is ''"),
+        ({"text": {"format": {"type": "no"}}}, r"^text\.format\.type is 'no'"),
+        ({"tools": [{"type": "function"}]}, r"^tools has \{'type': 'function'\}"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}},
+            r"^tool_choice is \{'type': 'function', 'name'",
+        ),
+    ],
+)
+def test_a_refusal_of_a_response_names_what_its_client_sent(ask, more, message):
+    """Not the fields of the chat that is made of it; values stay as they are."""
+    answer = ask(RESPONSES, PLAIN | more)
+    assert answer.status_code == 400
+    found = answer.json()["error"]
+    assert re.search(message, found["message"]), found["message"]
+    assert not {"messages", "response_format", "max_completion_tokens"} & {found["param"]}
+    outside = re.sub(r"'[^']*'", "", found["message"])
+    assert not re.search(r"messages[.\[]|response_format|max_completion_tokens|json_schema", outside), found["message"]
 
 
 def test_openais_client_reads_responses_and_their_streams():

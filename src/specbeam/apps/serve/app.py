@@ -68,7 +68,6 @@ from specbeam.apps.serve.responses import (
     ResponseForm,
     ResponsesBody,
     as_typed_event,
-    in_response_names,
     response_request,
 )
 from specbeam.apps.serve.speech_desk import SpeechDesk
@@ -284,14 +283,16 @@ class BeamServer:
         note["key"] = client.name
 
         def ordered() -> tuple[Order, ResponseForm | None]:
+        def named(error: Exception, form: ResponseForm | None) -> Refusal:
+            refusal = self.refusal(error)
+            return refusal if form is None else form.names.refusal(refusal)
+
             body, form = read(raw)
             try:
                 engine.check_room(client.name, number_of_texts(body))
                 return order_of(body, served), form
-            except SpecbeamError as error:
-                raise self.refusal(error) from error
-            except Refusal as refusal:
-                raise refusal if form is None else in_response_names(refusal) from refusal
+            except (Refusal, SpecbeamError) as error:
+                raise named(error, form) from error
 
         pool_key = self.pool_key(http, client)
         order, form = await self._read(raw, pool_key, ordered)
@@ -307,7 +308,7 @@ class BeamServer:
             await asking.begin(self._pools)
         except (Refusal, SpecbeamError) as error:
             self._let_go(asking)
-            raise self.refusal(error) from error
+            raise named(error, form) from error
         except BaseException:
             self._let_go(asking)
             raise
@@ -316,7 +317,7 @@ class BeamServer:
         try:
             found = await unless_gone(http, asking.answer())
         except (Refusal, SpecbeamError) as error:
-            refusal = self.refusal(error)
+            refusal = named(error, form)
             note["error"] = refusal.code
             raise refusal from error
         except Exception:

@@ -4,8 +4,10 @@ Nothing is stored, so a request has the whole conversation in `input`.
 """
 
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -81,7 +83,6 @@ SAME = (
     *OfBody.model_fields, "model", "seed", "num_beams", "use_beam_search", "stream", "parallel_tool_calls", "priority",
     "cache_salt", "specbeam", "store", "metadata",
 )  # fmt: skip
-NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}  # chat: response
 LOGPROBS = "message.output_text.logprobs"
 STORED = ("previous_response_id", "conversation", "prompt")
 
@@ -99,22 +100,67 @@ def response_request(raw: bytes) -> tuple[ChatBody, "ResponseForm"]:
         body = ResponsesBody.model_validate(given)
     except ValidationError as error:
         raise refusal_of_fields(error, ResponsesBody) from error
+    names = ResponseNames()
+    given_chat = _chat_of(body, names)
     try:
-        chat = ChatBody.model_validate(_chat_of(body))
+        chat = ChatBody.model_validate(given_chat)
     except ValidationError as error:
-        raise in_response_names(refusal_of_fields(error, ChatBody)) from error
-    return chat, ResponseForm(body)
+        raise names.refusal(refusal_of_fields(error, ChatBody)) from error
+    return chat, ResponseForm(body, names)
 
 
-def in_response_names(refusal: Refusal) -> Refusal:
-    """Return the refusal of a chat with the field names of responses."""
-    if refusal.param in NAMES:
-        refusal.param = NAMES[refusal.param]
-    return refusal
+# The fields of a chat in messages, or a quoted value, which stays as it is.
+_IN_MESSAGES = re.compile(
+    r"""(?P<value>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+    r"""|\bmessages(?:\.|\[)(?P<message>\d+)\]?(?:\.tool_calls(?:\.|\[)(?P<call>\d+)\]?)?"""
+    r"""|\btools\.(?P<tool>\d+)\.function\b|\bresponse_format(?P<schema>\.json_schema)?|\bmax(?:_completion)?_tokens\b"""
+)
+_PARAMS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+}  # chat: response
 
 
-def _chat_of(body: ResponsesBody) -> dict[str, Any]:
-    """Return the chat of a body, as JSON."""
+@dataclass
+class ResponseNames:
+    """The names of a chat's fields in the body of the response that it was made of.
+
+    Attributes:
+        items: by the place of a message, and of a call in it if it is one, the field of the body.
+        choices: the values of `tool_choice` in the chat and in the body.
+    """
+
+    items: dict[tuple[int, int | None], str] = field(default_factory=dict)
+    choices: tuple[Any, Any] = (None, None)
+
+    def refusal(self, refusal: Refusal) -> Refusal:
+        """Return the refusal of a chat with the names of the body."""
+        if refusal.param == "tool_choice" and self.choices[1] is not None:
+            in_chat, in_body = map(shown, self.choices)
+            refusal.message = refusal.message.replace(in_chat, in_body)
+        refusal.message = self.text(refusal.message)
+        refusal.param = _PARAMS.get(refusal.param or "", refusal.param)
+        return refusal
+
+    def text(self, message: str) -> str:
+        """Return a message about a chat with the names of the body."""
+        return _IN_MESSAGES.sub(self._name, message)
+
+    def _name(self, found: "re.Match[str]") -> str:
+        if found["value"] is not None:
+            return found[0]
+        if found["message"] is not None:
+            message = int(found["message"])
+            call = None if found["call"] is None else int(found["call"])
+            return self.items.get((message, call)) or self.items.get((message, None), "input")
+        if found["tool"] is not None:
+            return f"tools.{found['tool']}"
+        return "text.format" if found[0].startswith("response_format") else "max_output_tokens"
+
+
+def _chat_of(body: ResponsesBody, names: ResponseNames) -> dict[str, Any]:
+    """Return the chat of a body, as JSON, and fill in the names of its fields."""
     chat = {name: getattr(body, name) for name in SAME if getattr(body, name) is not None}
     if body.specbeam is not None:
         if body.specbeam.trace or body.specbeam.stream == "live":
@@ -122,13 +168,18 @@ def _chat_of(body: ResponsesBody) -> dict[str, Any]:
         chat["specbeam"] = body.specbeam.model_dump(exclude_unset=True)
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    chat["messages"] = [*instructions, *_messages_of(items)]
+    chat["messages"] = [*instructions, *_messages_of(items, names, len(instructions))]
+    if instructions:
+        names.items[0, None] = "instructions"
+    if isinstance(body.input, str):
+        names.items[len(instructions), None] = "input"
     if body.max_output_tokens is not None:
         chat["max_completion_tokens"] = body.max_output_tokens
     if body.tools:
         chat["tools"] = [_tool_of(tool) for tool in body.tools]
     if body.tool_choice is not None:
         chat["tool_choice"] = _choice_of(body.tool_choice)
+        names.choices = (chat["tool_choice"], body.tool_choice)
     if body.text is not None:
         chat["verbosity"] = body.text.verbosity
         chat["response_format"] = _format_of(body.text.format)
@@ -150,8 +201,12 @@ def _list_in(item: Mapping[str, Any], name: str, place: int) -> list[Any]:
     return found
 
 
-def _messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a chat for the items of an input."""
+def _messages_of(items: Sequence[Mapping[str, Any]], names: ResponseNames, before: int) -> list[dict[str, Any]]:
+    """Return the messages of a chat for the items of an input, and fill in the names of their fields.
+
+    Args:
+        before: number of messages before them.
+    """
     messages: list[dict[str, Any]] = []
     reasoning = ""
     for place, item in enumerate(items):
@@ -163,6 +218,7 @@ def _messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if kind == "function_call_output":
             output = _text_of(item.get("output"), place)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+            names.items[before + len(messages) - 1, None] = f"input[{place}]"
             continue
         if kind == "function_call":
             call = {
@@ -172,9 +228,13 @@ def _messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             }
             if not (messages and messages[-1]["role"] == "assistant" and not reasoning):
                 messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(call)
+                names.items[before + len(messages) - 1, None] = f"input[{place}]"
+            calls = messages[-1].setdefault("tool_calls", [])
+            calls.append(call)
+            names.items[before + len(messages) - 1, len(calls) - 1] = f"input[{place}]"
         elif kind == "message":
             messages.append({"role": item.get("role"), "content": _text_of(item.get("content"), place)})
+            names.items[before + len(messages) - 1, None] = f"input[{place}]"
         else:
             raise invalid(
                 f"input[{place}] is of type {shown(kind)}; this server reads messages, reasoning, function_call and "
@@ -212,6 +272,8 @@ def _tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
         raise invalid(
             f"tools has {shown(dict(tool))}; this server knows tools of type 'function'", "tools", "not_supported"
         )
+    if not isinstance(tool.get("name"), str):
+        raise invalid(f"tools has {shown(dict(tool))}; each tool must have a name", "tools")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
@@ -236,8 +298,9 @@ def _format_of(wanted: Mapping[str, Any] | None) -> dict[str, Any] | None:
 class ResponseForm:
     """The form of a response: turns the answer of a chat, whole or streamed, into it."""
 
-    def __init__(self, body: ResponsesBody) -> None:
+    def __init__(self, body: ResponsesBody, names: ResponseNames) -> None:
         self.body = body
+        self.names = names
         self._number = -1  # of the last event
         self._head: dict[str, Any] = {}  # the first chunk of a stream
 
@@ -246,8 +309,12 @@ class ResponseForm:
         (choice,) = answer["choices"][:1]
         items = _items_of(self._own(answer), choice["message"], choice["logprobs"], choice["finish_reason"])
         return self._response(answer, items, choice["finish_reason"], answer["usage"]) | {
-            "specbeam": answer["specbeam"]
+            "specbeam": self._named(answer["specbeam"])
         }
+
+    def _named(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the object `specbeam` of an answer, with the names of the body in its warnings."""
+        return {**found, "warnings": [self.names.text(warning) for warning in found["warnings"]]}
 
     def _own(self, answer: Mapping[str, Any]) -> str:
         """Return the id of a request, without the mark of chats."""
@@ -333,11 +400,14 @@ class ResponseForm:
         items = _items_of(self._own(self._head), message, {"content": logprobs}, reason)
         for event in self._closing(items, is_open):
             yield event
-        response = self._response(self._head, items, reason, last["usage"]) | {"specbeam": last["specbeam"]}
+        response = self._response(self._head, items, reason, last["usage"]) | {
+            "specbeam": self._named(last["specbeam"])
+        }
         yield self._event(f"response.{response['status']}", response=response)
 
     def failure(self, refusal: Refusal) -> dict[str, Any]:
         """Return the event for a refusal after the beginning of a stream."""
+        refusal = self.names.refusal(refusal)
         code = "rate_limit_exceeded" if refusal.status == 429 else "server_error"
         if not self._head:
             return self._event("error", code=code, message=refusal.message, param=refusal.param)
