@@ -70,6 +70,10 @@ def test_kubernetes_runs_it_as_a_user_on_a_read_only_root():
     deployment, service = yaml.safe_load_all((FILES / "kubernetes.yaml").read_text(encoding="utf-8"))
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
+    annotations = deployment["spec"]["template"]["metadata"]["annotations"]
+    scrapes = annotations["prometheus.io/scrape"] == "true"
+    assert checked_arguments(container["args"])["open_metrics"] is scrapes  # collectors send no key of the server
+    assert annotations["prometheus.io/path"] == "/metrics"
     assert checked_arguments(container["args"])["api_key_file"] == "/keys/keys.txt"
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert pod["securityContext"]["runAsNonRoot"] is True

@@ -19,6 +19,7 @@ FLOORS = [
         "core.constraint",
         "core.errors",
         "core.garbage",
+        "core.machine",
         "core.names",
         "core.whole_files",
         "doors.energy",

@@ -15,7 +15,7 @@ def write_kernels(folder: Path) -> Path:
     for folder_of_core in ("compiling", "caches"):
         source = SOURCE / "core" / folder_of_core
         shutil.copytree(source, core / folder_of_core, ignore=shutil.ignore_patterns("__pycache__"))
-    for module in ("errors.py", "garbage.py", "whole_files.py"):
+    for module in ("errors.py", "garbage.py", "machine.py", "whole_files.py"):
         shutil.copy(SOURCE / "core" / module, core)
     (core / "__init__.py").touch()
     (package / "__init__.py").touch()

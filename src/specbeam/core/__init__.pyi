@@ -11,6 +11,7 @@ from specbeam.core.forest import SHARED as SHARED
 from specbeam.core.forest import Forest as Forest
 from specbeam.core.forest import Siblings as Siblings
 from specbeam.core.lm import LM as LM
+from specbeam.core.machine import free_memory as free_memory
 from specbeam.core.measure.saved_figures import NumberField as NumberField
 from specbeam.core.measure.saved_figures import RecordFields as RecordFields
 from specbeam.core.measure.saved_figures import weights_key as weights_key

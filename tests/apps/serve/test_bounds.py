@@ -13,8 +13,12 @@ httpx = pytest.importorskip("httpx2")
 
 from specbeam.apps.serve import app as serving  # noqa: E402
 from specbeam.apps.serve import guarding  # noqa: E402
+from specbeam.apps.serve.app import half_of_free_memory  # noqa: E402
 from specbeam.apps.serve.bounds import characters_per_token  # noqa: E402
+from specbeam.apps.serve.config import ServerConfig  # noqa: E402
 from tests.apps.serve.test_faults import answer_of, started, told  # noqa: E402
+from tests.support.checking import refused  # noqa: E402
+from tests.support.machines import put_machine  # noqa: E402
 from tests.support.tokenizer_kinds import KINDS, tokenizer_of  # noqa: E402
 
 PIECES = ["a", " ", "  ", "the ", "Hallo", "\n", "\u1112\u1161\u11ab", "e\u0301", "\U0001f600", "<s>", "xyz" * 50]
@@ -130,3 +134,30 @@ def test_the_description_of_the_api_is_made_once(worded, monkeypatch):
                 return (await client.get("/openapi.json")).json()
 
         assert "ResponsesBody" in asyncio.run(asked())["components"]["schemas"]
+
+
+def test_open_metrics_are_read_without_a_key_and_others_with_one(worded):
+    """By a collector on another machine; all else needs its key."""
+
+    async def asked(app):
+        transport = httpx.ASGITransport(app=app, client=("10.0.0.9", 7))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            key = {"authorization": "Bearer secret"}
+            open_ones = [await client.get(path) for path in ("/metrics", "/v1/models")]
+            return [*open_ones, await client.get("/metrics", headers=key)]
+
+    for given, status in (({}, 401), ({"metrics_key": "m"}, 401), ({"open_metrics": True}, 200)):
+        with started(worded, api_keys=("secret",), **given) as (_, app):
+            figures, models, with_key = asyncio.run(asked(app))
+        assert [figures.status_code, models.status_code, with_key.status_code] == [status, 401, 200]
+        assert ("specbeam:num_requests_running" in figures.text) == (status == 200)
+    with refused("give one of them"):
+        ServerConfig(open_metrics=True, metrics_key="m")
+
+
+def test_half_of_the_memory_that_a_container_leaves_is_for_caches(worded, tmp_path, monkeypatch):
+    files = {"meminfo": "MemAvailable: 90000000 kB\n", "groups/memory.max": "4000000000"}
+    put_machine(tmp_path, monkeypatch, files | {"groups/memory.current": "1000000000"})
+    assert half_of_free_memory() == 1_500_000_000
+    put_machine(tmp_path / "none", monkeypatch, {})
+    assert half_of_free_memory() is None

@@ -25,6 +25,7 @@ from specbeam.core.compiling import ahead, claims, code_cache
 from specbeam.core.compiling.compiler import compiled
 from specbeam.core.compiling.form_list import PLACE, StepForm, forms_in, modules_in, names_in, text_of
 from tests.support.kernels_alone import write_kernels
+from tests.support.machines import put_machine
 
 pytestmark = pytest.mark.skipif(not claims.LOCKS, reason="no locks on files")
 HOLDS = "import sys, time; from pathlib import Path; from specbeam.core.compiling.claims import claimed; "
@@ -362,13 +363,11 @@ def test_how_many_processes_compile_can_be_set(monkeypatch):
     ("files", "expected"),
     [
         ({}, 6),
-        ({"_QUOTA": "max 100000"}, 6),
-        ({"_QUOTA": "250000 100000"}, 2),
-        ({"_QUOTA": "50000 100000"}, 1),
-        ({"_MEMORY": "MemTotal: 90000000 kB\nMemAvailable: 5000000 kB\nBuffers: 1 kB\n"}, 3),
-        ({"_MEMORY": "MemAvailable: 90000000 kB\n", "_MOST_MEMORY": "2000000000", "_USED_MEMORY": "100000"}, 1),
-        ({"_MOST_MEMORY": "8000000000", "_USED_MEMORY": "3000000000"}, 3),
-        ({"_MEMORY": "MemAvailable: 90000000 kB\n", "_MOST_MEMORY": "max"}, 6),
+        ({"groups/cpu.max": "max 100000"}, 6),
+        ({"groups/cpu.max": "250000 100000"}, 2),
+        ({"groups/cpu.max": "50000 100000"}, 1),
+        ({"meminfo": "MemTotal: 90000000 kB\nMemAvailable: 5000000 kB\nBuffers: 1 kB\n"}, 3),
+        ({"groups/memory.max": "8000000000", "groups/memory.current": "3000000000"}, 3),
     ],
 )
 def test_no_more_processes_compile_than_the_machine_or_its_container_has_room_for(
@@ -376,10 +375,7 @@ def test_no_more_processes_compile_than_the_machine_or_its_container_has_room_fo
 ):
     monkeypatch.delenv("SPECBEAM_COMPILERS", raising=False)
     monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 6)
-    for name in ("_QUOTA", "_MEMORY", "_MOST_MEMORY", "_USED_MEMORY"):
-        monkeypatch.setattr(ahead, name, tmp_path / name)
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+    put_machine(tmp_path, monkeypatch, files)
     assert ahead.processes_wanted() == expected
 
 

@@ -74,7 +74,7 @@ from specbeam.apps.serve.speech_desk import SpeechDesk
 from specbeam.apps.serve.speech_orders import AudioBody
 from specbeam.apps.speech.audio import RATE
 from specbeam.apps.speech.transcribe import TEMPERATURES, SpeechSettings, Thresholds, ears_of, extractor_of, methods_of
-from specbeam.core import TURNS
+from specbeam.core import TURNS, free_memory
 from specbeam.doors import (
     BUNDLED_TEMPLATE,
     USUAL_BEAMS,
@@ -588,12 +588,9 @@ def _engine_limits(config: ServerConfig, pair: Pair) -> EngineLimits:
 
 
 def half_of_free_memory() -> int | None:
-    """Return half of the free memory of this machine in bytes; None if it is unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(512 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return None
+    """Return half of the memory in bytes that this process may still take; None if it is unknown."""
+    free = free_memory()
+    return int(free / 2) if math.isfinite(free) else None
 
 
 def served_of(config: ServerConfig, pair: Pair) -> Served:
@@ -919,7 +916,12 @@ def page_text(nonce: str) -> str:
 
 
 def _check_metrics(server: BeamServer, http: Request) -> None:
-    """Raise `Refusal` unless the client may read the metrics: with the metrics key, an API key, or from this machine."""
+    """Raise `Refusal` unless the client may read the metrics: with the metrics key, an API key, or from this machine.
+
+    Open metrics are for everybody: they hold neither texts nor names of keys.
+    """
+    if server.config.open_metrics:
+        return
     given = http.headers.get("authorization", "").removeprefix("Bearer ")
     wanted = server.config.metrics_key
     if wanted and hmac.compare_digest(given.encode(), wanted.encode()):
@@ -928,7 +930,7 @@ def _check_metrics(server: BeamServer, http: Request) -> None:
     if not wanted and here:
         return
     if not server.keys.needed:
-        message = "metrics are served to this machine only; start the server with a metrics_key"
+        message = "metrics are served to this machine only; start the server with a metrics_key or open_metrics"
         raise Refusal(403, "permission_error", "forbidden", message)
     server.client(http)
 

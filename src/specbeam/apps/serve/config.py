@@ -34,6 +34,7 @@ class ServerConfig:
             optional.
         no_auth: allow a server without keys that other machines can reach.
         metrics_key: key for /metrics; "": /metrics answers this machine, and clients with an API key.
+        open_metrics: whether /metrics needs no key, for collectors that send none. It has no texts and no names of keys.
         allowed_hosts: further host names accepted in requests, if the server listens on this machine only.
         cors_origins: origins whose pages may call the server.
         tls_cert, tls_key: PEM files with the certificate chain and the private key; "": HTTP without TLS.
@@ -87,6 +88,7 @@ class ServerConfig:
     api_key_file: str = ""
     no_auth: bool = False
     metrics_key: str = field(default="", repr=False)
+    open_metrics: bool = False
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     tls_cert: str = ""
@@ -169,6 +171,10 @@ class ServerConfig:
             raise BadSetting(f"port is {self.port}; it must be 0 (any free port) to {LAST_PORT}")
         if self.log_level not in LOG_LEVELS:
             raise BadSetting(f"log_level is {self.log_level!r}; it must be {', '.join(LOG_LEVELS)}")
+        if self.open_metrics and self.metrics_key:
+            raise BadSetting(
+                "open_metrics lets everybody read /metrics, and metrics_key only who has it; give one of them"
+            )
         if self.tls_key and not self.tls_cert:
             raise BadSetting("tls_key is given without tls_cert; give the file of the certificate, too")
         for origin in self.cors_origins:

@@ -24,13 +24,10 @@ from typing import Any
 
 from specbeam.core.compiling.claims import LOCKS, end_all, wait_for
 from specbeam.core.errors import BadSetting
+from specbeam.core.machine import free_memory, processor_quota
 
 MOST = 8  # maximum number of processes; more would idle
 _MEMORY_OF_ONE = 1.5e9  # bytes per process; measured: 0.9e9
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: processor microseconds per period, and the period
-_MEMORY = Path("/proc/meminfo")
-_MOST_MEMORY = Path("/sys/fs/cgroup/memory.max")  # of a container: bytes
-_USED_MEMORY = Path("/sys/fs/cgroup/memory.current")
 _PAUSE = 0.02  # seconds between two checks for forms to compile; doubled while there are none,
 _LONGEST_PAUSE = 0.2  # up to this
 _PATIENCE = 60.0  # seconds without work after which a process ends
@@ -54,28 +51,8 @@ def processes_wanted() -> int:
         return int(asked)
     from numba import config  # knows the processors available to this process
 
-    most = min(int(config.NUMBA_NUM_THREADS), MOST, _processors(), _memory() / _MEMORY_OF_ONE)
+    most = min(int(config.NUMBA_NUM_THREADS), MOST, processor_quota(), free_memory() / _MEMORY_OF_ONE)
     return max(int(most), 1)
-
-
-def _processors() -> float:
-    """Return the average number of processors that the container may use; infinity without a limit."""
-    with suppress(OSError, ValueError):  # "max" is no number
-        (quota, period) = _QUOTA.read_text().split()
-        return int(quota) / int(period)
-    return float("inf")
-
-
-def _memory() -> float:
-    """Return the free memory in bytes; infinity if it is unknown."""
-    sizes = []
-    with suppress(OSError, ValueError):  # "max" is no number
-        sizes.append(float(int(_MOST_MEMORY.read_text()) - int(_USED_MEMORY.read_text())))
-    with suppress(OSError, ValueError):
-        (_, _, available) = _MEMORY.read_text().partition("MemAvailable:")
-        (kilobytes, *_) = available.split()
-        sizes.append(1024.0 * int(kilobytes))
-    return min(sizes, default=float("inf"))
 
 
 def begin(function: Callable[..., Any]) -> None:

@@ -85,6 +85,7 @@ KEYS = {
     "metrics_key": option(
         Text, "Key for /metrics; by default, requests from this machine or with any API key are accepted."
     ),
+    "open_metrics": option(bool, "Serve /metrics to everybody, for collectors that send no key.", "--open-metrics"),
     "no_auth": option(bool, "Accept requests from other machines without API keys.", "--no-auth"),
 }
 LIMITS = {
