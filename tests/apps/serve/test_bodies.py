@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specbeam as sb
+from specbeam.apps.serve.app import served_of
 from specbeam.apps.serve.auth import Client, Keys
 from specbeam.apps.serve.config import ServerConfig, read_config
 from specbeam.apps.serve.mapping import RECIPE_OF, Order, Served, order_of
@@ -287,6 +288,26 @@ def test_keys_have_names_weights_and_limits_and_are_never_kept_themselves(tmp_pa
         with refused(match):
             Keys.of(ServerConfig(api_key_file=str(file), api_keys=("secret-c",)))
     assert Keys({}).client(None).name == "anonymous"
+
+
+def test_clients_and_catalogues_that_would_replace_each_other_are_refused_at_start(worded, tmp_path):
+    file = tmp_path / "keys.txt"
+    file.write_text("ann secret-a\nbob secret-a\n")
+    with refused("line 2: bob has the key of ann"):
+        Keys.of(ServerConfig(api_key_file=str(file)))
+    file.write_text("ann secret-a\nann secret-b\n")  # the same client, with the next key
+    assert Keys.of(ServerConfig(api_key_file=str(file))).client("Bearer secret-b").name == "ann"
+    with refused("has the key of ann, which api_keys has, too"):
+        Keys.of(ServerConfig(api_key_file=str(file), api_keys=("secret-a",)))
+    with refused("api_keys: key2 has the key of key1"):
+        Keys.of(ServerConfig(api_keys=("one", "one")))
+    files = [tmp_path / "shop.txt", tmp_path / "old" / "shop.json"]
+    files[1].parent.mkdir()
+    files[0].write_text("A dog.\n")
+    files[1].write_text('["A cat."]')
+    with refused("shop.txt and .*shop.json both have the name 'shop'"):
+        served_of(ServerConfig(catalogues=tuple(map(str, files))), worded)
+    assert list(served_of(ServerConfig(catalogues=(str(files[1]),)), worded).catalogues) == ["shop"]
 
 
 def test_penalties_count_what_was_generated_and_biases_ban():

@@ -22,6 +22,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 
 from specbeam import (
+    Catalogue,
     Generation,
     Method,
     Pair,
@@ -282,11 +283,11 @@ class BeamServer:
         note = http.scope["state"]["note"]
         note["key"] = client.name
 
-        def ordered() -> tuple[Order, ResponseForm | None]:
         def named(error: Exception, form: ResponseForm | None) -> Refusal:
             refusal = self.refusal(error)
             return refusal if form is None else form.names.refusal(refusal)
 
+        def ordered() -> tuple[Order, ResponseForm | None]:
             body, form = read(raw)
             try:
                 engine.check_room(client.name, number_of_texts(body))
@@ -605,10 +606,25 @@ def served_of(config: ServerConfig, pair: Pair) -> Served:
         template = BUNDLED_TEMPLATE
     name = config.name or str(config.model)
     longest = characters_per_token(pair.tokenizer)
-    catalogues = {Path(file).stem: catalogue(file) for file in config.catalogues}
-    for items in catalogues.values():
-        items.longest(pair.tokenizer, pair.eos)  # makes the trie before the first request
+    catalogues: dict[str, Catalogue] = {}
+    for of_request, file in _catalogue_files(config).items():
+        catalogues[of_request] = catalogue(file)
+        catalogues[of_request].longest(pair.tokenizer, pair.eos)  # makes the trie before the first request
     return Served(pair, name, default_method(config, pair), config, template, longest, catalogues)
+
+
+def _catalogue_files(config: ServerConfig) -> dict[str, Path]:
+    """Return the file of each catalogue by its name in requests. Raises `BadSetting` if two files have the same name."""
+    found: dict[str, Path] = {}
+    for given in config.catalogues:
+        file = Path(given).expanduser()
+        if file.stem in found:
+            raise BadSetting(
+                f"the catalogues {found[file.stem]} and {file} both have the name {file.stem!r} in requests; rename one of "
+                "the files"
+            )
+        found[file.stem] = file
+    return found
 
 
 def default_method(config: ServerConfig, pair: Pair) -> Method:

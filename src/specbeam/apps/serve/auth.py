@@ -39,12 +39,18 @@ class Keys:
     @classmethod
     def of(cls, config: ServerConfig) -> "Keys":
         """Return the keys of a configuration and of its key file."""
-        clients = {digest(key): Client(f"key{number}") for number, key in enumerate(config.api_keys, 1)}
+        clients: dict[bytes, Client] = {}
+        for number, key in enumerate(config.api_keys, 1):
+            _add(clients, key, Client(f"key{number}"), "api_keys")
         if config.api_key_file:
             named = _read(Path(config.api_key_file).expanduser())
             if taken := {one.name for one in clients.values()} & {one.name for one in named.values()}:
                 raise BadSetting(
                     f"{config.api_key_file} uses the name {', '.join(sorted(taken))}, which api_keys has, too; rename it"
+                )
+            if twice := clients.keys() & named.keys():
+                raise BadSetting(
+                    f"{config.api_key_file} has the key of {named[min(twice)].name}, which api_keys has, too; leave one out"
                 )
             clients |= named
         return cls(clients)
@@ -90,6 +96,13 @@ def digest(key: str) -> bytes:
     return sha256(key.encode()).digest()
 
 
+def _add(clients: dict[bytes, Client], key: str, client: Client, where: str) -> None:
+    """Add the client of a key. Raises `BadSetting` if another client has the same key."""
+    before = clients.setdefault(digest(key), client)
+    if before is not client:
+        raise BadSetting(f"{where}: {client.name} has the key of {before.name}; give each client a key of its own")
+
+
 def _read(path: Path) -> dict[bytes, Client]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -111,5 +124,5 @@ def _read(path: Path) -> dict[bytes, Client]:
             raise BadSetting(
                 f"{path}, line {number}: max_running is {running:g}; it must be an integer, 0 for the server's limit"
             )
-        clients[digest(key)] = Client(name, weight, int(running), int(priority))
+        _add(clients, key, Client(name, weight, int(running), int(priority)), f"{path}, line {number}")
     return clients
