@@ -117,6 +117,21 @@ def test_a_catalogue_confines_answers(client, served):
             ask(client, {"catalogue": wrong}, max_tokens=None)
 
 
+def test_end_tokens_of_a_request_make_no_trie_and_end_no_item(client, served):
+    _, server = served
+    items = sb.catalogue({"dog": "The dog runs.", "cat": "The cat runs."})
+    server.served.catalogues["pets"] = items
+    pair = server.served.pair
+    inside = items.tokens_among(pair.tokenizer, range(pair.target.vocab))
+    others = [token for token in range(pair.target.vocab) if token not in (*inside, *pair.eos)]
+    for token in others[:12]:
+        found = ask(client, {"catalogue": "pets", "stop_token_ids": [token]}, max_tokens=None)
+        assert found.choices[0].item in ("dog", "cat")
+    assert len(items._tries) == 1
+    with pytest.raises(openai.BadRequestError, match="a token of items of the catalogue"):
+        ask(client, {"catalogue": "pets", "stop_token_ids": [others[0], inside[-1]]}, max_tokens=None)
+
+
 def test_the_best_texts_come_with_their_certificates(client, served, best_texts):
     found = ask(client, {"best": 3}, OTHERS[0])
     assert [choice.text for choice in found.choices] == [one.text for one in best_texts]

@@ -177,6 +177,8 @@ def order_of(body: Body, served: Served) -> Order:
         given.setdefault("length_penalty", 0.0)
     given |= constraint
     given["catalogue"] = items
+    if items is not None:
+        _check_ends(body, items, served)
     given["max_new_tokens"] = max(most, 1)
     given["num_return_sequences"] = count if method.beams > 1 else drawn
     processors = _processors(body, prompts, served)
@@ -687,6 +689,20 @@ def _catalogue(body: Body, served: Served) -> Catalogue | None:
     except (SpecbeamError, ValueError) as error:
         raise invalid(str(error), "catalogue") from error
     return found
+
+
+def _check_ends(body: Body, items: Catalogue, served: Served) -> None:
+    """Raise `Refusal` if an end token of the request is a token of an item: texts would end within items.
+
+    Each set of such tokens would also need a trie of its own.
+    """
+    further = {*(body.stop_token_ids or [])} - {*served.pair.eos}
+    if inside := items.tokens_among(served.pair.tokenizer, tuple(further)):
+        raise invalid(
+            f"stop_token_ids has {inside[0]}, which is a token of items of the catalogue, so that a text would end within "
+            "an item; leave it out",
+            "stop_token_ids",
+        )
 
 
 def _json_constraint(kind: str, schema: JsonSchema | None) -> dict[str, Any]:
