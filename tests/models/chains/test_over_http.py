@@ -190,6 +190,9 @@ def test_a_slow_server_reaches_the_time_limit(own, folders, monkeypatch):
         server.delay_s = 1.0
         with pytest.raises(ServerGone, match=r"did not answer within 0.3 s; set SPECBEAM_SERVER_TIMEOUT"):
             sb.generate(pair, "abc", sb.greedy(), max_new_tokens=4)
+        server.delay_s = 0.0
+        monkeypatch.setattr("specbeam.models.chains.over_http.TRIES", 1)
+        assert texts(pair, ["abc"], sb.greedy()) == texts(own, ["abc"], sb.greedy())  # by another connection
     monkeypatch.setenv("SPECBEAM_SERVER_TIMEOUT", "soon")
     with pytest.raises(BadSetting, match="SPECBEAM_SERVER_TIMEOUT is 'soon'"):
         sb.load(f"openai:{server.url}")

@@ -82,7 +82,6 @@ class Server:
                     f"{self.url} did not answer within {self.timeout_s:g} s; set SPECBEAM_SERVER_TIMEOUT to wait longer"
                 ) from None
             except (OSError, http.client.HTTPException) as error:
-                self._forget()
                 problem = f"{type(error).__name__}: {error}"
                 continue
             if status not in BUSY:
@@ -96,9 +95,13 @@ class Server:
         if key:
             headers["Authorization"] = f"Bearer {key}"
         connection = self._connection()
-        connection.request(method, path, body, headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except BaseException:  # a late answer to this request would be read as that of the next one
+            self._forget()
+            raise
 
     def _connection(self) -> http.client.HTTPConnection:
         """Return the connection of this thread."""
