@@ -628,7 +628,8 @@ def take_whole_rows(target: LM, session: Session) -> None:
     with context or nullcontext() as cache:
         if cache is None:
             raise BrokenPart(f"{type(target).__name__} returned lists of tokens, and cannot return whole rows")
-        rows = whole_rows_again(cache, known.rows, known.nodes)
+        with errors_of([target]):  # type: ignore[list-item]
+            rows = whole_rows_again(cache, known.rows, known.nodes)
     session.start = session.start._replace(known=known._replace(rows=rows))
 
 

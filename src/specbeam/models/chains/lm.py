@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from specbeam.core.measure.profiler import span
 from specbeam.core.ranked import WHOLE, Listing
 from specbeam.core.records import Needs, Scored, Turn
 from specbeam.core.session import Session
+from specbeam.core.verify.beams import BeamRule
+from specbeam.core.verify.search import SearchRule
+from specbeam.core.verify.traversal import TraversalRule
 from specbeam.core.verify.walk import MatchRule, PathRule
 from specbeam.models.chains.chains import Chain, ForestChains, Likeliest, Scorer, chains_of
 from specbeam.models.chains.rows import filled_rows, ranked_of, undecided_rows, whole_of
@@ -32,7 +36,25 @@ from specbeam.models.made_up import made_up_prompt
 
 MEASURED_CHAINS = (1, 4, 16)  # of the round trips that are timed for `cost_curve`
 MEASURED_TOKENS = 24  # before the last token of each chain
-BY_KEPT_TOKENS = (MatchRule, PathRule)  # rules that read the kept tokens of a row and its logsumexp, and nothing else
+# Rules that read the kept tokens of a row and its logsumexp, and nothing else; of one text, and of several beams.
+BY_KEPT_TOKENS = (MatchRule, PathRule, TraversalRule)
+BY_KEPT_PAIRS = (BeamRule, SearchRule)
+
+
+class _AskedRows(NamedTuple):
+    """The rows of a session that a pass computes.
+
+    Attributes:
+        wanted: nodes of the forest.
+        listed: number of tokens to list for each row.
+        is_whole: whether the session reads whole rows, which are filled up from the lists.
+    """
+
+    session: Session
+    forest: Forest
+    wanted: Int64[np.ndarray, " wanted"]
+    listed: int
+    is_whole: bool
 
 
 class ChainLM:
@@ -99,21 +121,73 @@ class ChainLM:
         self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
         checked = checked_needs(self, len(sessions), needs)
-        jobs = []
+        asked = []
         for session, forest, need in zip(sessions, forests, checked, strict=True):
             start = session.state.get(self, 0)
             session.state[self] = forest.size
             wanted = unknown_nodes(start, forest.size, forest.known.nodes)
-            count = self._count_for(session) if need.logits else need.ranked
-            jobs.append(self._chains(session, forest, wanted, count))
-        found = self._scored(jobs)
-        return [self._answer(session, need, rows) for session, need, rows in zip(sessions, checked, found, strict=True)]
+            count = self._count_or_failure(session) if need.logits else need.ranked
+            asked.append(_AskedRows(session, forest, wanted, count, need.logits))
+        found = self._rows(asked)
+        return [self._answer(one, need, rows) for one, need, rows in zip(asked, checked, found, strict=True)]
 
-    def _answer(self, session: Session, needs: Needs, rows: Likeliest) -> Scored:
+    def _answer(self, asked: "_AskedRows", needs: Needs, rows: Likeliest) -> Scored:
         """Return the rows of a session's new nodes in the form that its parts need."""
         if not needs.logits:
             return Scored(ranked=ranked_of(rows, Listing(needs.ranked), self.vocab))
-        return scored_rows(needs, torch.from_numpy(self._whole(session, rows)))
+        return scored_rows(needs, torch.from_numpy(self._whole(rows)))
+
+    def _count_or_failure(self, session: Session) -> int:
+        """Return the number of tokens to list for a turn that reads whole rows; 1 if the session fails for it.
+
+        Other sessions of the pass go on.
+        """
+        with session.failing_alone():
+            return self._count_for(session)
+        return 1
+
+    def _rows(self, asked: Sequence["_AskedRows"]) -> list[Likeliest]:
+        """Return the rows that sessions ask for, with lists that decide their laws.
+
+        Longer lists are asked for where a token that is not listed is as likely as the last one that a law keeps. A session
+        whose law even the longest lists leave open fails, and no other one.
+        """
+        found = self._scored([self._chains(*one[:4]) for one in asked])
+        most = min(self.scorer.most_listed, self.vocab)
+        counts = [one.listed for one in asked]
+        open_places = self._undecided(asked, found)
+        while open_places:
+            longer = [place for place in open_places if counts[place] < most]
+            for place in set(open_places) - {*longer}:
+                self._fail_by_equals(asked[place].session)
+            if not longer:
+                return found
+            for place in longer:
+                counts[place] = min(2 * counts[place], most)
+            again = self._scored([self._chains(*asked[place][:3], counts[place]) for place in longer])
+            for place, rows in zip(longer, again, strict=True):
+                found[place] = rows
+            open_places = self._undecided(asked, found)
+        return found
+
+    def _undecided(self, asked: Sequence["_AskedRows"], found: Sequence[Likeliest]) -> list[int]:
+        """Return the places of the sessions whose lists leave their law open."""
+        return [
+            place
+            for place, (one, rows) in enumerate(zip(asked, found, strict=True))
+            if one.is_whole
+            and one.session.failure is None
+            and rows.tokens.shape[1] < self.vocab
+            and len(undecided_rows(rows, kept_tokens(one.session)))
+        ]
+
+    def _fail_by_equals(self, session: Session) -> None:
+        """End a session whose law the longest lists leave open."""
+        error = NotSupported(
+            f"after this text more tokens are equally likely than the {self.scorer.most_listed} that {self.scorer.name} "
+            f"lists, so the law ({law_in_words(session)}) is not decided: {self.scorer.more_listed}"
+        )
+        session.fail(error, "")
 
     def _count_for(self, session: Session) -> int:
         """Return the number of tokens to list for a turn that reads whole rows.
@@ -134,15 +208,10 @@ class ChainLM:
                 f"lists {self.scorer.most_listed}: give top_k, or {self.scorer.more_listed}"
             )
 
-    def _whole(self, session: Session, rows: Likeliest) -> Float32[np.ndarray, "rows vocab"]:
-        """Return whole rows of a session, filled up if its law reads the listed tokens only."""
+    def _whole(self, rows: Likeliest) -> Float32[np.ndarray, "rows vocab"]:
+        """Return whole rows, filled up if the law of their session reads the listed tokens only."""
         if rows.tokens.shape[1] == self.vocab:
             return whole_of(rows, self.vocab)
-        if len(undecided_rows(rows, kept_tokens(session))):
-            raise NotSupported(
-                f"{self.scorer.name} lists {rows.tokens.shape[1]} tokens, of which too many are equally likely to decide "
-                f"{law_in_words(session)}: {self.scorer.more_listed}"
-            )
         return filled_rows(rows, self.vocab)
 
     def _chains(self, session: Session, forest: Forest, wanted: Int64[np.ndarray, " n"], count: int) -> ForestChains:
@@ -229,27 +298,28 @@ class ChainLM:
     def score_jobs(self, *numbers: int) -> None:
         """Score the forests of a run; `runs.scored_by_callback` passes the numbers."""
         jobs, goal, is_listed = jobs_of(numbers)
-        counts = [self._count_of_job(job, goal, is_listed) for job in jobs]
-        forests = [Forest(job.tokens.copy(), job.parents.copy()) for job in jobs]
         asked = []
-        for job, forest, count in zip(jobs, forests, counts, strict=True):
-            asked.append(self._chains(self._sessions[job.session], forest, job.wanted.copy(), count))
+        for job in jobs:
+            session = self._sessions[job.session]
+            count = self._count_of_job(job, goal, is_listed)
+            forest = Forest(job.tokens.copy(), job.parents.copy())
+            asked.append(_AskedRows(session, forest, job.wanted.copy(), count, not is_listed))
         start = 0
-        for job, rows in zip(jobs, self._scored(asked), strict=True):
-            place = slice(start, start + len(job.wanted))
+        for one, rows in zip(asked, self._rows(asked), strict=True):
+            place = slice(start, start + len(one.wanted))
             start = place.stop
-            self._write(goal, place, self._sessions[job.session], rows, is_listed)
+            self._write(goal, place, one.session, rows, is_listed)
 
     def _count_of_job(self, job: ForestJob, goal: Goal, is_listed: bool) -> int:
         """Return the number of tokens to list for the rows of a job."""
         if is_listed:
             return min(goal.logits.shape[1] + 1, self.vocab)
-        return self._count_for(self._sessions[job.session])
+        return self._count_or_failure(self._sessions[job.session])
 
     def _write(self, goal: Goal, place: slice, session: Session, rows: Likeliest, is_listed: bool) -> None:
         """Write the rows of a session to the arrays of a run."""
         if not is_listed:
-            goal.logits[place] = self._whole(session, rows)
+            goal.logits[place] = self._whole(rows)
             return
         temperature = session.warp.cut.temperature
         ranked = ranked_of(rows, Listing(goal.logits.shape[1], False, temperature), self.vocab)
@@ -276,11 +346,25 @@ def kept_tokens(session: Session) -> int:
     warp = session.warp
     parts = session.parts
     reads_more = bool(warp.processors) or bool(warp.others) or session.audited or parts.own_needs != LOGITS
-    if reads_more or type(parts.rule) not in BY_KEPT_TOKENS:
+    if reads_more or type(parts.rule) not in (*BY_KEPT_TOKENS, *BY_KEPT_PAIRS):
         return 0
+    if type(parts.rule) in BY_KEPT_PAIRS:
+        return _kept_pairs(session)
     if warp.greedy:
         return 1
     return max(warp.truncation.top_k, warp.truncation.least) if warp.truncation.top_k > 0 else 0
+
+
+def _kept_pairs(session: Session) -> int:
+    """Return `kept_tokens` of a rule that chooses among the pairs of several beams and tokens."""
+    rule: Any = session.parts.rule
+    listing: Listing = rule.listing(session)
+    truncation = session.warp.cut
+    has_no_number = truncation.cuts and truncation.top_k == 0  # top-p and min-p keep any number of tokens
+    if listing.length == 0 or listing.by_noise or has_no_number:
+        return 0
+    sums_warm_rows = truncation.temperature != 1 and truncation.top_k == 0
+    return 0 if sums_warm_rows else listing.length - EQUALS
 
 
 def law_in_words(session: Session) -> str:
