@@ -22,9 +22,12 @@ from specbeam.engines.blocks import BLOCKS, BlockMatrix
 from specbeam.engines.cpu.block_panels import write_blocks
 from specbeam.engines.cpu.panels import empty_panels, in_panels, multiply
 from specbeam.engines.cpu.sums import WIDTH
+from specbeam.engines.eligibility import check_takes_heads, output_shape
 from specbeam.engines.mapped import is_mapped
 from specbeam.engines.packed import PackedLinear, weights_in
+from specbeam.lab.train.plan import planned
 from specbeam.models.checkpoints.gguf import read_header
+from specbeam.models.heads.files import HeadFiles
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.quantised import rounding_of
 from tests.models.test_compiled_forward import scored
@@ -245,6 +248,23 @@ def test_a_file_without_a_tokenizer_takes_token_ids_with_a_warning(tmp_path):
 def cut(path, size):
     content = path.read_bytes()
     path.write_bytes(content[:size] if size >= 0 else content[: len(content) + size])
+
+
+def test_the_shape_of_a_head_in_blocks_is_known_without_reading_its_weights(tmp_path, monkeypatch):
+    """Heads and their training ask for it; reading would widen the whole matrix each time."""
+    model = tiny("llama", tie_word_embeddings=False, **SMALL)
+    write_gguf(tmp_path / "m.gguf", model, "Q8_0")
+    pair = loaded(tmp_path / "m.gguf")
+    assert isinstance(pair.target_model.get_output_embeddings(), PackedLinear)
+
+    def reads(self):
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(PackedLinear, "weight", property(reads))
+    check_takes_heads(pair.target_model)
+    assert output_shape(pair.target_model) == (model.config.vocab_size, SMALL["hidden_size"])
+    assert HeadFiles("a head", {}, {}, pair.target_model).vocab == model.config.vocab_size
+    assert planned(pair.target_model, {}, {}).draft_vocab <= model.config.vocab_size
 
 
 @pytest.mark.parametrize("size", [0, 3, 20, 30, 200, 900, 2000, 20_000, -64])

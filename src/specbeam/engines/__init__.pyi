@@ -4,6 +4,7 @@ from specbeam.engines.eligibility import check_takes_heads as check_takes_heads
 from specbeam.engines.eligibility import is_llama_like as is_llama_like
 from specbeam.engines.eligibility import lacks_taps as lacks_taps
 from specbeam.engines.eligibility import layers_of as layers_of
+from specbeam.engines.eligibility import output_shape as output_shape
 from specbeam.engines.eligibility import reads_sources as reads_sources
 from specbeam.engines.families import family_of as family_of
 from specbeam.engines.families import head_size as head_size

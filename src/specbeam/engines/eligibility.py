@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from specbeam.core.errors import NotSupported
-from specbeam.engines.families import has_alibi, misfit_of_family
+from specbeam.engines.families import has_alibi, head_of, misfit_of_family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,10 +72,16 @@ def check_has_trees(model: "PreTrainedModel") -> None:
 
 def check_takes_heads(model: "PreTrainedModel") -> None:
     """Raise `NotSupported` if a model's own head reads other states than its layers return, as in OPT 350M."""
-    head: Any = model.get_output_embeddings()
     width = model.config.get_text_config().hidden_size
-    if head.weight.shape[1] != width:
+    _, reads = output_shape(model)
+    if reads != width:
         raise NotSupported(
             f"draft heads need a target whose own head reads the states of its layers; {type(model).__name__} projects them "
-            f"from {width} to {head.weight.shape[1]} numbers: use a draft model"
+            f"from {width} to {reads} numbers: use a draft model"
         )
+
+
+def output_shape(model: "PreTrainedModel") -> tuple[int, int]:
+    """Return the rows and columns of the matrix of a model's head, without reading its weights from a GGUF file."""
+    rows, columns = head_of(model).shape
+    return int(rows), int(columns)

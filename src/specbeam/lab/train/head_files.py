@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specbeam.core import write_whole
+from specbeam.engines import output_shape
 from specbeam.lab.train.plan import HeadPlan
 from specbeam.models.heads import Head, LayerSizes, Rotary, own_config
 
@@ -95,7 +96,7 @@ def write_head(
     }
     if head.tokens is not None:
         tokens = head.tokens.cpu()
-        is_drafted = torch.zeros(target.get_output_embeddings().weight.shape[0], dtype=torch.bool)
+        is_drafted = torch.zeros(output_shape(target)[0], dtype=torch.bool)
         is_drafted[tokens] = True
         tensors["d2t"] = tokens - torch.arange(len(tokens))
         tensors["t2d"] = is_drafted

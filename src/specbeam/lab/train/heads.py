@@ -15,6 +15,7 @@ from torch.nn import functional
 from specbeam import Pair, load
 from specbeam.core import FINAL
 from specbeam.doors import HEAD_KINDS, HeadKind
+from specbeam.engines import output_shape
 from specbeam.errors import BadSetting
 from specbeam.lab.train.batches import TreeBatch, batches_of
 from specbeam.lab.train.chimera import new_chimera
@@ -205,7 +206,7 @@ class HeadStudent:
         self.lesson = lesson
         self.own_number: Tensor | None = None  # place of each of the target's tokens in the head's vocabulary, or -1
         if head.tokens is not None:
-            numbers = torch.full((target.get_output_embeddings().weight.shape[0],), -1)
+            numbers = torch.full((output_shape(target)[0],), -1)
             numbers[head.tokens] = torch.arange(len(head.tokens))
             self.own_number = numbers.to(head.device)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from specbeam.doors import HeadKind, is_integer, require
-from specbeam.engines import check_takes_heads, lacks_taps, layers_of
+from specbeam.engines import check_takes_heads, lacks_taps, layers_of, output_shape
 from specbeam.errors import BadSetting
 from specbeam.models.heads import READ_OUTS
 
@@ -88,7 +88,7 @@ def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[
     known = {field.name for field in fields(HeadPlan)}
     if strange := [name for name in asked if name not in known]:
         raise BadSetting(f"{strange[0]} is not an option of a head; the options are {', '.join(sorted(known))}")
-    vocab = int(target.get_output_embeddings().weight.shape[0])
+    vocab = output_shape(target)[0]
     width = int(target.config.get_text_config().hidden_size)
     layers = len(layers_of(target))
     enters = max(round(LATE * layers), 1)

@@ -23,7 +23,7 @@ from specbeam.core.lm import checked_needs
 from specbeam.core.records import Needs, Scored
 from specbeam.core.session import CacheOwner
 from specbeam.engines.cpu.passes import PackedPasses
-from specbeam.engines.eligibility import check_has_trees, layers_of
+from specbeam.engines.eligibility import check_has_trees, layers_of, output_shape
 from specbeam.engines.kv.masks import Masks
 from specbeam.models.early_layers import last_norm, with_exit
 from specbeam.models.heads.arrays import PerNode, Rows
@@ -156,7 +156,7 @@ def exit_config(head: ExitHead) -> dict[str, Any]:
             "model_type": config.model_type,
             "hidden_size": int(config.hidden_size),
             "num_hidden_layers": len(layers_of(head.target)),
-            "vocab_size": int(head.target.get_output_embeddings().weight.shape[0]),
+            "vocab_size": output_shape(head.target)[0],
         },
         "base_model_name_or_path": head.target.config.name_or_path or None,
     }

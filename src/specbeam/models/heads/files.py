@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from specbeam.core.errors import BadHead, MissingFile, SpecbeamError
+from specbeam.engines.eligibility import output_shape
 from specbeam.models.checkpoints.boundary import json_object, reading
 from specbeam.models.checkpoints.headers import read_tensors, tensors_in
 from specbeam.models.checkpoints.numbers import fault_of
@@ -76,7 +77,7 @@ class HeadFiles:
     @property
     def vocab(self) -> int:
         """The number of tokens that the target gives logits for."""
-        return int(self.target.get_output_embeddings().weight.shape[0])
+        return output_shape(self.target)[0]
 
     def size(self, name: str, axis: int) -> int:
         """Return the number of rows (axis 0) or columns (axis 1) of a matrix. Raises `BadHead` if it is missing."""
