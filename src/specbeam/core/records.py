@@ -75,6 +75,7 @@ class Searched(NamedTuple):
 
     live: Beams  # the roots of the turn; none if the search is over
     texts: tuple[Ended, ...]  # the texts that come next, best first
+    drafted: int = 0  # number of nodes whose prefixes were scored for the first time
 
 
 @dataclass(frozen=True, eq=False)

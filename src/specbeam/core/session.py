@@ -378,9 +378,10 @@ class Session:
         if verdict.searched is None:
             self._settle_layers(turn)
         else:
+            self.count.drafted += turn.forest.size - len(self.start.tokens)
             self.ended += verdict.searched.texts
             self.texts.sizes[BEAMS] = verdict.beams.size
-        self.count.drafted += turn.forest.size - len(self.start.tokens)
+            self.count.drafted += verdict.searched.drafted
         self.beams = rooted_beams(verdict.beams)
         self.start = self._next_start(turn)
         self.count.add_sources(layers.sources)

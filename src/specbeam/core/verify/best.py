@@ -50,9 +50,12 @@ class BestRule:
         if not agenda.is_begun:
             agenda.begin(logp[row_of[0]])
         for node in range(1, forest.size):
+        drafted = 0
             above = int(prefix_at[forest.parents[node]])
             token = int(forest.tokens[node])
             if above < 0:
+            known = agenda.children.get((above, token))
+            drafted += known is None
                 continue
             known = agenda.children.get((above, token))
             if known is None:
@@ -69,7 +72,7 @@ class BestRule:
         )
         if agenda.is_over:
             live = live.pick(np.zeros(0, dtype=np.int64))
-        return Verdict(first_layers(no_layers(0, 0), 0), kept=kept, searched=Searched(live, texts))
+        return Verdict(first_layers(no_layers(0, 0), 0), kept=kept, searched=Searched(live, texts, drafted))
 
     def _kept(
         self, session: Session, agenda: Agenda, prefix_at: Int64[np.ndarray, " nodes"]
