@@ -20,6 +20,7 @@ from specbeam.core.session import Session
 
 ROOT = 0  # the prefix without new tokens
 _OLD = -1  # in place of a prefix: the entries of all prefixes of earlier turns
+CHECKED = 256  # entries in which stop strings are looked for before they are dropped, per turn
 _NO_NUMBERS = np.zeros(0, dtype=np.int64)
 _NO_SCORES = np.zeros(0)
 
@@ -183,7 +184,10 @@ class Agenda:
         if length >= stop.most and not self.limits.stop_strings:  # such a text is cut off, and never ends
             goes_on[:] = False
         # Most tokens of a large vocabulary are dropped here, before anything else is computed for them.
-        may_matter = goes_on & (logp >= self.least * divisor - before) if self.least > -np.inf else goes_on
+        may_matter = goes_on
+        if self.least > -np.inf:
+            least = np.where(self._may_complete(len(logp)), self.least_end, self.least)
+            may_matter = goes_on & (logp >= least * divisor - before)
         if may_matter.sum() < goes_on.sum():
             self.dropped = max(self.dropped, self.least)
         tokens = np.flatnonzero(may_matter | (is_end & (logp > -np.inf)))
@@ -197,6 +201,43 @@ class Agenda:
         count = int(matters.sum())
         fresh = Entries(np.full(count, prefix), tokens[matters], logliks[matters], keys[matters], ended[matters])
         self._fresh[prefix] = fresh
+
+    def _may_complete(self, vocab: int) -> Bool[np.ndarray, " vocab"]:
+        """Return whether each token is known as one that can complete a stop string."""
+        closing = self.limits.closing
+        found = np.zeros(vocab, dtype=bool)
+        if self.limits.stop_strings and closing is not None:
+            found[: len(closing)] = closing[:vocab]
+        return found
+
+    def _end_before_they_are_dropped(self) -> None:
+        """Mark texts with a stop string as ended among the best open entries for which there is no room any more."""
+        limits = self.limits
+        entries = self.entries
+        going = np.flatnonzero(~entries.ended)
+        if not limits.stop_strings or len(going) <= self.room:
+            return
+        _, rest = _split(entries.keys[going], self.room)
+        dropped = going[rest]
+        may_end = entries.keys[dropped] >= self.least_end
+        if limits.closing is not None:
+            tokens = entries.tokens[dropped]
+            may_end &= self._may_complete(int(tokens.max(initial=0)) + 1)[tokens]
+        dropped = dropped[may_end]
+        best, _ = _split(entries.keys[dropped], CHECKED)
+        for place in dropped[best]:
+            self._end_if_stopped(int(place))
+
+    def _end_if_stopped(self, place: int) -> bool:
+        """Mark an open entry as ended if its text has a stop string; return whether it has one."""
+        entries = self.entries
+        prefix = int(entries.parents[place])
+        if self.limits.stopped_by([*self.text(prefix), int(entries.tokens[place])]) is None:
+            return False
+        entries.ended[place] = True
+        length = int(self.prefixes.lengths[prefix]) + 1
+        entries.keys[place] = self.limits.normalised(float(entries.logliks[place]), length)
+        return True
 
     def _merge(self) -> None:
         """Join the new entries with the others, and drop those that are scored now."""
@@ -212,6 +253,7 @@ class Agenda:
         """Add the continuations of newly scored prefixes to the entries, and drop entries that can no longer matter."""
         if self._fresh:
             self._merge()
+        self._end_before_they_are_dropped()
         entries = self.entries
         kept = np.ones(len(entries.keys), dtype=bool)
         ends = np.flatnonzero(entries.ended)
@@ -231,6 +273,12 @@ class Agenda:
         if not kept.all():
             self.dropped = max(self.dropped, float(entries.keys[~kept].max()))
             self.entries = entries.at(kept)
+
+    def close(self) -> tuple[Ended, ...]:
+        """Score no further prefixes, and return the best texts found so far, as at the limit of prefixes."""
+        self.most = self.scored
+        self.trim()
+        return self.pop()
 
     def pop(self) -> tuple[Ended, ...]:
         """Remove and return the texts that come next, best first, until an open prefix may have a better continuation."""
@@ -274,21 +322,11 @@ class Agenda:
             entries = self.entries
             going = np.flatnonzero(~entries.ended)
             best = going[_split(entries.keys[going], count)[0]]
-    def close(self) -> tuple[Ended, ...]:
-        """Score no further prefixes, and return the best texts found so far, as at the limit of prefixes."""
-        self.most = self.scored
-        self.trim()
-        return self.pop()
-
             kept = np.ones(len(entries.keys), dtype=bool)
             changed = False
             for place in best:
-                prefix = int(entries.parents[place])
-                length = int(self.prefixes.lengths[prefix]) + 1
-                text = [*self.text(prefix), int(entries.tokens[place])]
-                if self.limits.stopped_by(text) is not None:
-                    entries.ended[place] = True
-                    entries.keys[place] = self.limits.normalised(float(entries.logliks[place]), length)
+                length = int(self.prefixes.lengths[entries.parents[place]]) + 1
+                if self._end_if_stopped(int(place)):
                     changed = True
                 elif length >= self.limits.max_new_tokens:
                     kept[place] = False
@@ -360,6 +398,13 @@ def agenda_of(session: Session, most: int) -> Agenda:
     return found
 
 
+def close_search(session: Session) -> None:
+    """End a best-first search with the best texts found so far, which may not be certain; do nothing for other sessions."""
+    agenda: Agenda | None = session.state.get(Agenda)
+    if agenda is not None:
+        session.ended += agenda.close()
+
+
 def log_law(
     session: Session, forest: Forest, nodes: Int64[np.ndarray, " n"], rows: Rows
 ) -> Float64[np.ndarray, "n vocab"]:
@@ -380,10 +425,3 @@ def log_law(
         same = nodes[here]
         found[here] = processed_rows(np.ascontiguousarray(rows[here]), warp, partial(session.paths, forest, same))
     return found
-def close_search(session: Session) -> None:
-    """End a best-first search with the best texts found so far, which may not be certain; do nothing for other sessions."""
-    agenda: Agenda | None = session.state.get(Agenda)
-    if agenda is not None:
-        session.ended += agenda.close()
-
-
