@@ -237,6 +237,62 @@ def test_texts_follow_a_regular_expression(pair):
     assert all(one.certain for one in texts)
 
 
+def test_a_function_of_allowed_tokens_confines_texts_as_a_catalogue_does(pair):
+    """And what a ban and the function forbid together stays forbidden: the text goes no further."""
+    texts = ["The dog sleeps.", "The dog is sleeping.", "A dog sleeps.", "A cat sleeps."]
+    tokens = [pair.tokenizer(text, add_special_tokens=False)["input_ids"] + [pair.eos[0]] for text in texts]
+    prompt = "Der Hund schläft."
+    start = len(sb.generate(pair, prompt, "greedy", max_new_tokens=1)[0].prompt)
+
+    def allowed(number, ids):
+        path = ids.tolist()[start:]
+        return sorted({text[len(path)] for text in tokens if text[: len(path)] == path and len(text) > len(path)})
+
+    confined = list(sb.best(pair, prompt, 4, prefix_allowed_tokens_fn=allowed, max_new_tokens=20))
+    expected = list(sb.best(pair, prompt, 4, catalogue=texts, max_new_tokens=20))
+    assert [one.tokens for one in confined] == [one.tokens for one in expected]
+    assert [one.score for one in confined] == pytest.approx([one.score for one in expected])
+    assert all(one.certain for one in confined)
+    banned = tokens[0][0]
+    with pytest.raises(TooFewAnswers, match="no text ended"):
+        next(
+            sb.best(
+                pair, prompt, prefix_allowed_tokens_fn=lambda *_: [banned], suppress_tokens=[banned], max_new_tokens=4
+            )
+        )
+
+
+@pytest.mark.parametrize("limit", [1, 3, 10])
+def test_texts_with_a_stop_string_are_given_at_the_limit(limit):
+    """All that are known when there is no room for further prefixes, best first, however likely the open prefixes are."""
+    target = TableLM(random_table(limit, VOCAB))
+    decode_text = "".join
+    limits = Limits(
+        LONGEST, (), ("b",), lambda tokens: decode_text("abcd"[token] for token in tokens), keep=99, length_penalty=0.0,
+        closing=np.array([False, True, False, False]),
+    )  # fmt: skip
+    session = Session([0], best_first(None, limit, 4).parts(target, None), Warp(search=True), limits, 0)
+    for _ in decode(target, [session]):
+        pass
+    assert session.failure is None
+    agenda = session.state[Agenda]
+    scored = [tuple(agenda.text(prefix)) for prefix in range(agenda.count)]
+    seen = {(*text, 1) for text in scored}
+    assert {tuple(one.tokens) for one in session.ended} == seen
+    scores = [one.loglik for one in session.ended]
+    assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.parametrize("kind", [TableLM, Forgetful], ids=["keeps nodes", "keeps none"])
+def test_each_scored_prefix_counts_as_drafted_once(kind):
+    draft = TableLM(random_table(4, VOCAB))
+    (session,) = searched(best_first(None, 60, 4), kind(random_table(3, VOCAB)), draft)
+    agenda = session.state[Agenda]
+    assert agenda.count - 1 <= session.count.drafted <= session.count.rows.scored
+    if kind is TableLM:
+        assert session.count.drafted == session.count.rows.scored - 1  # all but the prompt
+
+
 def test_what_has_no_bound_is_refused(pair):
     with pytest.raises(NotSupported, match="best\\(\\) does not support top_p"):
         sb.best(pair, "Der Hund schläft.", top_p=0.9)

@@ -112,6 +112,7 @@ class Rule(Protocol):
         widths(session): the number of draws of each layer, for steps (control/width.py); without it, one sequence.
         keeps_nodes: True if it takes forests with known rows, which `scored` does not hold.
         ignores_drafts(session) -> bool: whether texts are independent of the drafts.
+        needs_bounds: bool: whether processors must not raise probabilities, so that the score of a prefix bounds its texts.
         is_lazy(session) -> bool: whether layers are decided without the rows of beams that cannot win.
     """
 
@@ -377,8 +378,8 @@ class Session:
         layers = verdict.layers
         if verdict.searched is None:
             self._settle_layers(turn)
-        else:
             self.count.drafted += turn.forest.size - len(self.start.tokens)
+        else:
             self.ended += verdict.searched.texts
             self.texts.sizes[BEAMS] = verdict.beams.size
             self.count.drafted += verdict.searched.drafted

@@ -271,8 +271,9 @@ class _CallValues:
             scale = float(settings.guidance_scale or 0)
             guidance = Guidance(self.guided, scale, len(prompt), by_place=method.search)
         text = TextFacts(
-            self.eos, len(prompt), number, limits.max_new_tokens, method.search, source, pair.target.vocab, guidance
-        )
+            self.eos, len(prompt), number, limits.max_new_tokens, method.search, source, pair.target.vocab, guidance,
+            getattr(self.parts.rule, "needs_bounds", False),
+        )  # fmt: skip
         return settings.warp(text, method.greedy, self.constraint, single=method.beams == 1), limits
 
     def _room(self, prompt: list[int], number: int) -> int | None:

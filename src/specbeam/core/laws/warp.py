@@ -137,7 +137,7 @@ def _never_raises(processor: Any) -> bool:
 
     kind = type(processor)
     name = kind.__name__
-    if issubclass(kind, Constrained):
+    if issubclass(kind, Constrained) or getattr(processor, "only_bans", False):
         return True
     if getattr(transformers, name, None) is not kind:
         return False

@@ -34,6 +34,7 @@ class BestRule:
     most: int
     law: ClassVar[str] = LAW
     keeps_nodes: ClassVar[bool] = True
+    needs_bounds: ClassVar[bool] = True
 
     def ignores_drafts(self, session: Session) -> bool:
         """Return True: texts are independent of the drafts."""
@@ -49,15 +50,14 @@ class BestRule:
         prefix_at[0] = ROOT
         if not agenda.is_begun:
             agenda.begin(logp[row_of[0]])
-        for node in range(1, forest.size):
         drafted = 0
+        for node in range(1, forest.size):
             above = int(prefix_at[forest.parents[node]])
             token = int(forest.tokens[node])
-            if above < 0:
             known = agenda.children.get((above, token))
             drafted += known is None
+            if above < 0:
                 continue
-            known = agenda.children.get((above, token))
             if known is None:
                 known = agenda.expand(above, token, logp[row_of[node]])
             prefix_at[node] = known

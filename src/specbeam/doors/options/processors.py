@@ -1,5 +1,6 @@
 """The logits processors and warpers of the settings, in the order of transformers."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class TextFacts:
         source: the tokens of the encoder's input or, without an encoder, of the prompt; None for audio.
         vocab: size of the target's vocabulary; 0 if unknown.
         guidance: the processor for `guidance_scale`, or None.
+        only_bans: whether processors of options must not raise the probability of a token, as a best-first search needs.
     """
 
     eos: tuple[int, ...]
@@ -43,6 +45,7 @@ class TextFacts:
     source: Sequence[int] | None = ()
     vocab: int = 0
     guidance: Callable[..., Any] | None = None
+    only_bans: bool = False
 
 
 def processors_of(settings: "Settings", text: TextFacts) -> list[Any]:
@@ -74,7 +77,7 @@ def _made_of_options(settings: "Settings", text: TextFacts) -> Iterator[Any]:
     yield from _of_sequences(settings, text)
     yield from _of_lengths(settings, text)
     if settings.prefix_allowed_tokens_fn is not None:
-        yield AllowedTokens(settings.prefix_allowed_tokens_fn, text.number, text.search)
+        yield AllowedTokens(settings.prefix_allowed_tokens_fn, text.number, text.search, text.only_bans)
     if settings.forced_bos_token_id is not None:
         yield ForcedBOSTokenLogitsProcessor(settings.forced_bos_token_id)
     if settings.forced_eos_token_id is not None and text.most is not None:
@@ -248,19 +251,21 @@ class AllowedTokens:
         sees_beams_together: whether the rows of a call are the live beams of one step. If other processors have banned all
             allowed tokens of a row, transformers allows them again with score 0; for beams of one step, only if that is the
             case in all rows.
+        only_bans: whether such tokens stay banned, so that the text goes no further.
     """
 
     allowed: "Callable[[int, Tensor], list[int]]"
     prompt: int
     sees_beams_together: bool = False
+    only_bans: bool = False
 
     def __call__(self, input_ids: "Tensor", scores: "Tensor") -> "Tensor":
         from transformers import PrefixConstrainedLogitsProcessor
 
-        beams = len(input_ids) if self.sees_beams_together else 1
+        beams = len(input_ids) if self.sees_beams_together and not self.only_bans else 1
         processor = PrefixConstrainedLogitsProcessor(lambda _, tokens: self.allowed(self.prompt, tokens), beams)
         banned: Tensor = processor(input_ids, scores)
-        return banned
+        return banned.masked_fill(scores.isneginf(), -math.inf) if self.only_bans else banned
 
 
 def joined(*lists: "Sequence[Any] | None") -> "LogitsProcessorList | None":
