@@ -2,6 +2,7 @@
 
 from specbeam.engines.choices import OWN_ROUNDINGS as OWN_ROUNDINGS
 from specbeam.models.checkpoints.boundary import reading as reading
+from specbeam.models.checkpoints.hub import hub_lookups as hub_lookups
 from specbeam.models.checkpoints.numbers import check_weights as check_weights
 from specbeam.models.checkpoints.pretrained import open_checkpoint as open_checkpoint
 from specbeam.models.checkpoints.pretrained import pretrained as pretrained

@@ -14,6 +14,7 @@ from specbeam.core.errors import BadCheckpoint, MissingFile, MissingPackage, Not
 from specbeam.models.checkpoints.boundary import json_object, reading
 from specbeam.models.checkpoints.folders import ADAPTER, adapter_kind
 from specbeam.models.checkpoints.headers import file_of, tensors_in
+from specbeam.models.checkpoints.hub import hub_lookups
 from specbeam.models.checkpoints.numbers import check_weights
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def merged(adapter: Adapter, base: "PreTrainedModel") -> "PreTrainedModel":
     from peft import PeftModel, get_peft_model_state_dict
 
     what = f"the {adapter.kind} adapter {adapter.name} does not fit {adapter.base}"
-    with reading(what), warnings.catch_warnings():
+    with reading(what), hub_lookups(adapter.name), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tensors that peft does not find are compared below
         joined: Any = PeftModel.from_pretrained(base, adapter.name)
         wanted = get_peft_model_state_dict(joined)

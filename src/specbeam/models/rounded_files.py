@@ -24,6 +24,7 @@ from specbeam.engines.mapped import mark_mapped
 from specbeam.engines.packed import BITS, PER_WORD, Layout, PackedLinear, PackedMatrix
 from specbeam.models.checkpoints.boundary import reading, reading_file
 from specbeam.models.checkpoints.headers import StoredTensor, file_of
+from specbeam.models.checkpoints.hub import hub_lookups
 from specbeam.models.checkpoints.numbers import fault_of
 from specbeam.models.checkpoints.pretrained import Checkpoint
 from specbeam.models.mapped_files import common_type
@@ -275,6 +276,6 @@ def _finish(model: Any, checkpoint: Checkpoint) -> None:
     model.name_or_path = name
     model.config.dtype = model.dtype
     if file_of(name, "generation_config.json") is not None:
-        with reading(f"the generation_config.json of {name} cannot be read"):
+        with reading(f"the generation_config.json of {name} cannot be read"), hub_lookups(name):
             model.generation_config = GenerationConfig.from_pretrained(name)
     model.eval()

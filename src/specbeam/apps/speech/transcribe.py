@@ -37,7 +37,7 @@ from specbeam.doors import (
 )
 from specbeam.engines import Source
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.models import EncoderDecoderLM, reading
+from specbeam.models import EncoderDecoderLM, hub_lookups, reading
 from specbeam.recipes import resolve
 
 if TYPE_CHECKING:
@@ -705,7 +705,7 @@ def extractor_of(pair: Pair) -> Any:
     lm = listener_of(pair)
     folder = Path(pair.target_model.name_or_path or "")
     if pair.target_model.name_or_path and (not folder.exists() or (folder / "preprocessor_config.json").is_file()):
-        with reading(f"the preprocessor_config.json of {folder} cannot be read"):
+        with reading(f"the preprocessor_config.json of {folder} cannot be read"), hub_lookups(folder):
             return WhisperFeatureExtractor.from_pretrained(pair.target_model.name_or_path)
     assert lm.most_source is not None
     channels = int(lm.model.config.num_mel_bins)

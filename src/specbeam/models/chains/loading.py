@@ -9,6 +9,7 @@ from specbeam.core.lm import LM
 from specbeam.engines.choices import is_rounding
 from specbeam.models.chains.lm import ChainLM
 from specbeam.models.chains.targets import OpenedTarget, ServedModel
+from specbeam.models.checkpoints.hub import hub_lookups
 from specbeam.models.heads.read import is_head
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.drafts import DraftOptions, GivenDraft, check_draft_vocab, with_fewer_drafted
@@ -87,7 +88,8 @@ def generation_config_of(opened: OpenedTarget) -> Any:
     if opened.source is None:
         return None
     try:
-        return GenerationConfig.from_pretrained(opened.source)
+        with hub_lookups(opened.source):
+            return GenerationConfig.from_pretrained(opened.source)
     except (OSError, ValueError):
         return None
 

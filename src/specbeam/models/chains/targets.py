@@ -10,6 +10,7 @@ from specbeam.models.chains.chains import Scorer
 from specbeam.models.chains.in_llama_cpp import opened_file
 from specbeam.models.chains.in_vllm import async_scorer, offline_scorer, vllm_engine
 from specbeam.models.chains.over_http import http_scorer, model_card, opened_server
+from specbeam.models.checkpoints.hub import hub_lookups
 from specbeam.models.loading.tokenizers import read_tokenizer
 
 
@@ -137,7 +138,8 @@ def config_of(source: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(source)
+        with hub_lookups(source):
+            return AutoConfig.from_pretrained(source)
     except (OSError, ValueError):
         return None
 

@@ -7,6 +7,7 @@ from specbeam.core.errors import BadCheckpoint, MissingFile, NotSupported, Unsup
 from specbeam.models.checkpoints.boundary import json_object, reading
 from specbeam.models.checkpoints.folders import ADAPTER, CONFIG, adapter
 from specbeam.models.checkpoints.headers import FLOATS, StoredTensor, file_of
+from specbeam.models.checkpoints.hub import hub_lookups, hub_note
 
 _SIZES = (
     "vocab_size",
@@ -51,7 +52,7 @@ def described_by(name: str) -> dict[str, Any]:
     if path is None:
         raise MissingFile(
             f"there is no folder {name}, and no model {name} with a {CONFIG} on the hub or in its cache; give a folder that "
-            "save_pretrained wrote, or the id of a model on the hub"
+            f"save_pretrained wrote, or the id of a model on the hub{hub_note()}"
         )
     described = json_object(path)
     kind = described.get("model_type")
@@ -73,7 +74,7 @@ def config_of(name: str, described: Mapping[str, Any]) -> Any:
     """Return transformers' configuration of a model. Raises an error if it cannot be read, or has impossible sizes."""
     from transformers import AutoConfig
 
-    with reading(f"the {CONFIG} of {name} cannot be read"):
+    with reading(f"the {CONFIG} of {name} cannot be read"), hub_lookups(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     with reading(f"the {CONFIG} of {name} cannot be read"):
         text = config.get_text_config(decoder=True)

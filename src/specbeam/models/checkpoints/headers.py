@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specbeam.core.errors import BadCheckpoint, MissingFile, SpecbeamError
 from specbeam.models.checkpoints.boundary import json_object, reading, reading_file
+from specbeam.models.checkpoints.hub import hub_lookups
 
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 FLOATS = (*TYPES, "F64")
@@ -47,7 +48,7 @@ def file_of(name: str, file: str) -> Path | None:
 
     advice = "; give a folder that save_pretrained wrote, or the id of a model on the hub"
     what = f"there is no folder {name}, and no model of this name can be downloaded from the hub"
-    with reading(what, MissingFile, advice):
+    with reading(what, MissingFile, advice), hub_lookups(name):
         found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 
@@ -76,7 +77,7 @@ def shards_of(name: str, index: Path) -> list[Path]:
         from transformers.utils.hub import cached_files
 
         # One call downloads several files in parallel.
-        with reading(f"the files that {index} names cannot be downloaded from the hub", MissingFile):
+        with reading(f"the files that {index} names cannot be downloaded from the hub", MissingFile), hub_lookups(name):
             cached_files(name, names)
     found = []
     for shard in names:

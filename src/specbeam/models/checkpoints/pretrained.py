@@ -15,6 +15,7 @@ from specbeam.models.checkpoints.configs import (
 )
 from specbeam.models.checkpoints.folders import without_weights
 from specbeam.models.checkpoints.headers import StoredTensor, tensors_in, weight_files
+from specbeam.models.checkpoints.hub import hub_lookups
 from specbeam.models.checkpoints.report import check_report, check_types, lacking_experts
 
 
@@ -83,7 +84,7 @@ def pretrained(
         end: end of its message.
         options: options of `from_pretrained`.
     """
-    with reading(what, error, end + lacking_experts(checkpoint.stored)):
+    with reading(what, error, end + lacking_experts(checkpoint.stored)), hub_lookups(checkpoint.name):
         model, report = checkpoint.kind.from_pretrained(
             checkpoint.name,
             config=checkpoint.config,

@@ -11,6 +11,7 @@ from specbeam.core.errors import BadHead, MissingFile, SpecbeamError
 from specbeam.engines.eligibility import output_shape
 from specbeam.models.checkpoints.boundary import json_object, reading
 from specbeam.models.checkpoints.headers import read_tensors, tensors_in
+from specbeam.models.checkpoints.hub import hub_lookups, hub_note
 from specbeam.models.checkpoints.numbers import fault_of
 from specbeam.models.heads.fields import Fields
 
@@ -141,7 +142,8 @@ def folder_of(source: "str | Path", patterns: Sequence[str] = ("*.json", *TENSOR
         return folder
     from huggingface_hub import snapshot_download
 
-    with reading(f"{source} is neither a folder nor a repository that can be fetched", MissingFile):
+    what = f"{source} is neither a folder nor a repository that can be fetched"
+    with reading(what, MissingFile, hub_note()), hub_lookups(source):
         return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
 
 

@@ -11,6 +11,7 @@ from specbeam.core.lm import LM
 from specbeam.engines.eligibility import check_takes_heads
 from specbeam.engines.mapped import is_mapped
 from specbeam.models.checkpoints.gguf import gguf_in
+from specbeam.models.checkpoints.hub import hub_lookups
 from specbeam.models.engines import COMPILED
 from specbeam.models.heads.block import BlockHead
 from specbeam.models.heads.blocks import is_block, read_block
@@ -81,7 +82,8 @@ def _is_head_of_hub(name: str) -> bool:
     from huggingface_hub import hf_hub_download
 
     try:
-        config = read_config(Path(hf_hub_download(name, "config.json")).parent)
+        with hub_lookups(name):
+            config = read_config(Path(hf_hub_download(name, "config.json")).parent)
     except (OSError, ValueError):
         return False  # loading it as a model raises the reason
     if _is_of_head(config):

@@ -12,6 +12,7 @@ from specbeam.models.adapters import adapter_at
 from specbeam.models.checkpoints.boundary import beginning, json_object, reading
 from specbeam.models.checkpoints.gguf import gguf_in, read_header
 from specbeam.models.checkpoints.headers import file_of
+from specbeam.models.checkpoints.hub import hub_lookups
 from specbeam.models.loading.models import name_or_path
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def read_tokenizer(source: Any, fetch: bool = True) -> "PreTrainedTokenizerBase 
         # Without trust_remote_code, transformers would ask on the terminal whether custom code may run.
         options = {"trust_remote_code": False} if _names_code(name) else {}
         try:
-            with reading(f"could not load a tokenizer from {source}", MissingFile, "; give load(tokenizer=...)"):
+            what = f"could not load a tokenizer from {source}"
+            with reading(what, MissingFile, "; give load(tokenizer=...)"), hub_lookups(name):
                 tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not fetch, **options)
         except MissingFile as error:
             _check_reads_pieces(name, error)
@@ -98,7 +100,8 @@ def _is_on_hub(name: str, file: str, fetch: bool) -> bool:
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(name, file, local_files_only=not fetch, _raise_exceptions_for_missing_entries=False)
+        with hub_lookups(name):
+            found = cached_file(name, file, local_files_only=not fetch, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError):
         return False
     return found is not None
