@@ -55,7 +55,7 @@ _JOINED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # of rotary angles
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _NOTE = "_specbeam_weights_note"
-_END_TOKENS = ("eos_token_id", "eot_token_id")
+_END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
 
 
 class _Architecture(NamedTuple):

@@ -67,6 +67,21 @@ class Pair:
         draft = "no draft" if self.draft is None else f"the draft {_said(self.draft)}"
         return f"<Pair of the target {_said(self.target)} and {draft}>"
 
+    def close(self) -> None:
+        """Free the engine of a target that another program runs, if `load` made it; it decodes no more.
+
+        This happens by itself when the pair is dropped, or at the end of a `with`. Other models are freed with their last
+        reference.
+        """
+        if isinstance(self.target, ChainLM):
+            self.target.release()
+
+    def __enter__(self) -> "Pair":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     @property
     def eos(self) -> tuple[int, ...]:
         """The end tokens from the target's generation config, or else from the tokenizer."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.errors import BadCheckpoint, MissingFile, MissingPackage
+from specbeam.errors import BadCheckpoint, MissingFile, MissingPackage, ServerGone
 from specbeam.models.chains.chains import Chain
 from specbeam.models.chains.in_llama_cpp import best_of, common_beginning, entries_of, evened
 from tests.support.tiny_models import tiny
@@ -22,6 +22,40 @@ def test_tokens_that_chains_share_are_computed_once():
     assert evened([Chain(text, 1, 4) for text in texts], [2, 1, 1]) == [1, 1, 1]
     assert evened([Chain(text, 1, 4) for text in texts], [3, 2, 1]) == [3, 2, 1]
     assert common_beginning([5, 6, 7], [5, 6, 9, 1]) == 2
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        one, other = ([int(token) for token in rng.integers(0, 2, rng.integers(0, 9))] for _ in range(2))
+        expected = next((place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), -1)
+        assert common_beginning(one, other) == (min(len(one), len(other)) if expected < 0 else expected)
+
+
+def test_chains_of_different_namespaces_share_no_token():
+    chains = [Chain([5, 6, 7], 1, 4, "a"), Chain([5, 6, 7], 1, 4, "b"), Chain([5, 6, 8], 1, 4, "a")]
+    found = [(one.position, one.token, one.chains) for one in entries_of(chains, [0, 0, 0])]
+    assert sorted(found) == [
+        (0, 5, (0, 2)), (0, 5, (1,)), (1, 6, (0, 2)), (1, 6, (1,)), (2, 7, (0,)), (2, 7, (1,)), (2, 8, (2,)),
+    ]  # fmt: skip
+    assert evened(chains, [1, 1, 0]) == [0, 1, 0]
+    assert evened(chains, [1, 2, 1]) == [1, 2, 1]  # the second one shares nothing
+
+
+def test_the_tokens_of_long_chains_are_found_in_linear_time():
+    """Twenty chains of 8,000 tokens that share all but the last hundred."""
+    common = [*range(8000)]
+    chains = [Chain([*common, *range(number, number + 100)], 8000, 4) for number in range(20)]
+    counted = 0
+
+    class Counting(list):
+        def __getitem__(self, place):
+            nonlocal counted
+            if isinstance(place, slice):
+                counted += len(range(*place.indices(len(self))))
+            return super().__getitem__(place)
+
+    counting = [chain._replace(tokens=Counting(chain.tokens)) for chain in chains]
+    entries = entries_of(counting, [0] * 20)
+    assert len(entries) == 8000 + 20 * 100
+    assert counted <= 20 * 8100
 
 
 def test_the_likeliest_tokens_come_first_and_equal_ones_by_id():
@@ -115,6 +149,39 @@ def test_seeds_give_the_same_beams_with_drafts_on_llama_cpp(pairs):
     settings = {"seed": 3, "temperature": 0.9}
     drafted = texts(served, sb.dsbd(3, depth=3, width="fixed"), **settings)
     assert drafted == texts(served, sb.beam_sampling(3), **settings)
+
+
+def test_texts_of_other_namespaces_are_not_known_and_change_no_row(pairs):
+    served, _ = pairs
+    scorer = served.target.scorer
+    text = [3, 9, 27, 5, 8, 8]
+    (expected,) = scorer.score([Chain(text, 4, 6, "a")])
+    assert scorer._longest_known(Chain(text, 4, 6, "a"))[1] == 4
+    assert scorer._longest_known(Chain(text, 4, 6, "b"))[1] == 0
+    both = scorer.score([Chain(text, 4, 6, "b"), Chain(text, 4, 6, "a")])
+    for found in both:
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        assert np.allclose(found.logp, expected.logp, atol=1e-5)
+
+
+def test_every_token_that_ends_a_turn_in_the_file_ends_a_text(tmp_path):
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    from tests.support import gguf_files as with_tokenizer
+
+    model = tiny("llama", seed=4, tie_word_embeddings=False)
+    path = tmp_path / "ends.gguf"
+    names = [f"w{number}" for number in range(model.config.vocab_size)]
+    kinds = [3 if number in (0, 1, 5, 7) else 1 for number in range(len(names))]  # control tokens, and usual ones
+    names[7] = "<|im_end|>"  # known by its text
+
+    def add_ends(writer):
+        writer.add_eot_token_id(5)
+
+    with_tokenizer.write_gguf(path, model, "F32", tokens=(names, kinds, ["w 1"]), change=add_ends)
+    with sb.load(f"llama.cpp:{path}", tokenizer=False) as pair:
+        assert {*pair.eos} == {1, 5, 7}
+    with pytest.raises(ServerGone, match="was freed with its pair; load it again"):
+        sb.generate(pair, [3, 9], sb.greedy(), max_new_tokens=2)
 
 
 def test_a_file_that_llama_cpp_cannot_read_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Laws that are decided by lists of likeliest tokens: by enumeration, and where many tokens are equally likely."""
 
+import gc
 import re
 
 import numpy as np
@@ -40,6 +41,7 @@ class TableScorer:
         self.vocab = vocab
         self.most_listed = most_listed
         self.listed = []
+        self.closed = False
 
     def score(self, chains):
         found = []
@@ -54,7 +56,7 @@ class TableScorer:
         return found
 
     def close(self):
-        pass
+        self.closed = True
 
 
 def kept_law(table):
@@ -162,3 +164,20 @@ def test_equally_likely_tokens_beyond_the_longest_list_cost_their_own_prompt(run
     assert re.match(r"prompt 1, step \d: after this text more tokens are equally likely than the 20 that", str(failure))
     answered = [one and one.tokens for one in raised.value.generations]
     assert answered == [expected[0], None, expected[2]]
+
+
+def test_an_engine_is_freed_when_its_pair_is_dropped_or_its_with_ends():
+    """At once, and not by a garbage collection, which is rare."""
+    pair, scorer = served(level(tied=3), 20)
+    sb.generate(pair, [1, 2], sb.greedy(), **SETTINGS)
+    gc.disable()
+    try:
+        del pair
+        assert scorer.closed
+    finally:
+        gc.enable()
+    pair, scorer = served(level(tied=3), 20)
+    with pair as opened:
+        assert sb.generate(opened, [1, 2], sb.greedy(), **SETTINGS)
+        assert not scorer.closed
+    assert scorer.closed

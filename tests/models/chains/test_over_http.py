@@ -198,6 +198,16 @@ def test_a_slow_server_reaches_the_time_limit(own, folders, monkeypatch):
         sb.load(f"openai:{server.url}")
 
 
+def test_a_closed_pair_leaves_no_connection_and_says_so(served):
+    pair, _ = served
+    with pair:
+        assert texts(pair, ["abc"], sb.greedy())
+        assert pair.target.scorer.server._open
+    assert not pair.target.scorer.server._open
+    with pytest.raises(ServerGone, match="was closed with its pair; load it again"):
+        sb.generate(pair, "abc", sb.greedy(), max_new_tokens=4)
+
+
 def test_the_key_comes_from_the_environment(own, folders, monkeypatch):
     with serving(own.target_model, folders[0], key="secret") as server:
         monkeypatch.delenv("OPENAI_API_KEY", raising=False)

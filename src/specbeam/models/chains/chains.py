@@ -73,7 +73,7 @@ class Scorer(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the engine if it was made for this scorer."""
+        """Free the engine if it was made for this scorer. Later calls of `score` raise `ServerGone`."""
         ...
 
 

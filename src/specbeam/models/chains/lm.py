@@ -2,6 +2,7 @@
 
 import itertools
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -85,9 +86,21 @@ class ChainLM:
         self.device = torch.device("cpu")  # of its rows
         self.passes = 0
         self.chains = 0
-        self._callback = Callback(self.score_jobs)
+        weak_self = weakref.ref(self)  # a callback that held the model would keep its engine until a garbage collection
+
+        def score_jobs(*numbers: int) -> None:
+            lm = weak_self()
+            assert lm is not None  # steps run for sessions of a model that is in use
+            lm.score_jobs(*numbers)
+
+        self._callback = Callback(score_jobs)
         self._numbers = itertools.count()
         self._sessions: dict[int, Session] = {}
+        self._release = weakref.finalize(self, scorer.close)
+
+    def release(self) -> None:
+        """Free the engine if it was made for this model, as happens when the model is dropped; it scores no more."""
+        self._release()
 
     @property
     def model_name(self) -> str:

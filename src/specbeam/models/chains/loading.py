@@ -80,11 +80,11 @@ def check_served_options(given: dict[str, bool]) -> None:
 
 
 def generation_config_of(opened: OpenedTarget) -> Any:
-    """Return the generation config of a target, or one with its end token only; None if neither is known."""
+    """Return the generation config of a target, or one with its end tokens only; None if neither is known."""
     from transformers import GenerationConfig
 
-    if opened.eos is not None:
-        return GenerationConfig(eos_token_id=opened.eos)
+    if opened.eos:
+        return GenerationConfig(eos_token_id=[*opened.eos])
     if opened.source is None:
         return None
     try:

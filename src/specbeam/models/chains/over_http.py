@@ -48,6 +48,13 @@ class Server:
         self.path = parts.path.rstrip("/")
         self.timeout_s = _timeout()
         self._local = threading.local()
+        self._open: set[http.client.HTTPConnection] = set()
+
+    def close(self) -> None:
+        """Close the connections of all threads."""
+        for connection in [*self._open]:
+            connection.close()
+        self._open.clear()
 
     def get(self, path: str) -> Any:
         """Return the JSON answer of a GET request; None if the server does not know the path."""
@@ -111,6 +118,7 @@ class Server:
             kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
             found = kind(self.parts.hostname or "", self.parts.port, timeout=self.timeout_s)
             self._local.connection = found
+            self._open.add(found)
         return found
 
     def _forget(self) -> None:
@@ -118,6 +126,7 @@ class Server:
         connection = getattr(self._local, "connection", None)
         if connection is not None:
             connection.close()
+            self._open.discard(connection)
             self._local.connection = None
 
 
@@ -134,6 +143,7 @@ class HttpScorer(ABC):
         self.max_positions = max_positions
         self.most_listed = most_listed
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="specbeam http")
+        self._is_closed = False
 
     def score(self, chains: Sequence[Chain]) -> list[Likeliest]:
         """See `Scorer.score`; chains of the same form are one request, and requests are sent side by side."""
@@ -144,6 +154,8 @@ class HttpScorer(ABC):
             groups.setdefault((text.listed, text.rows > 1), []).append(place)
         answers: list[Likeliest | None] = [None] * len(flat)
         asked = {places[0]: places for places in groups.values()}
+        if self._is_closed:
+            raise ServerGone(f"the connection to {self.server.url} was closed with its pair; load it again")
         sent = {first: self._pool.submit(self.ask, [flat[place] for place in asked[first]]) for first in asked}
         for first, answer in sent.items():
             for place, found in zip(asked[first], answer.result(), strict=True):
@@ -170,8 +182,10 @@ class HttpScorer(ABC):
         return found
 
     def close(self) -> None:
-        """End the threads that send requests."""
+        """End the threads that send requests, and close their connections."""
+        self._is_closed = True
         self._pool.shutdown(wait=False)
+        self.server.close()
 
 
 class VllmServer(HttpScorer):

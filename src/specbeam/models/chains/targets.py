@@ -21,13 +21,13 @@ class OpenedTarget(NamedTuple):
         scorer: scores chains.
         source: a path or hub id of the model's tokenizer and generation config; None if it is not known.
         config: the model's config, of transformers; None if it is not known.
-        eos: the end token, if only the engine knows it.
+        eos: the end tokens, if only the engine knows them.
     """
 
     scorer: Scorer
     source: str | None
     config: Any = None
-    eos: int | None = None
+    eos: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
