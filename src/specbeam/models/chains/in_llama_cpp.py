@@ -5,12 +5,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32
 
-from specbeam.core.errors import BadCheckpoint, MissingFile, MissingPackage, ServerRefused
+from specbeam.core.errors import BadCheckpoint, MissingFile, MissingPackage, ServerGone, ServerRefused
 from specbeam.models.chains.chains import Chain, Likeliest
 from specbeam.models.checkpoints.boundary import beginning
 
@@ -18,6 +18,13 @@ TOGETHER = 32  # chains of a pass; as many sequences of the cache hold the chain
 BATCH = 2048  # tokens of a call of llama.cpp
 CONTEXT = 8192  # tokens of the cache, shared by all sequences
 _LOGS: list[Any] = []  # the callback that llama.cpp writes its log to; it must outlive every scorer
+
+
+class HeldText(NamedTuple):
+    """A text in the cache, which only chains of its namespace may share."""
+
+    tokens: list[int]
+    namespace: str
 
 
 @dataclass(frozen=True)
@@ -38,14 +45,29 @@ class Entry:
 def entries_of(chains: Sequence[Chain], known: Sequence[int]) -> list[Entry]:
     """Return the tokens of a pass: those of each chain from position `known` on, each beginning that chains share once.
 
+    Chains of different namespaces share nothing.
+
     Args:
         known: number of first tokens of each chain that are in the cache already.
     """
-    members: dict[tuple[int, ...], list[int]] = {}
+    nodes: dict[
+        tuple[int, int, int], int
+    ] = {}  # by position, token and the node above: the number of a shared beginning
+    members: list[list[int]] = []
+    tokens: list[tuple[int, int]] = []  # token and position of each node
+    roots: dict[tuple[str, tuple[int, ...]], int] = {}  # by namespace and tokens in the cache
     for number, chain in enumerate(chains):
-        for position in range(known[number], len(chain.tokens)):
-            members.setdefault(tuple(chain.tokens[: position + 1]), []).append(number)
-    found = [Entry(text[-1], len(text) - 1, tuple(numbers)) for text, numbers in members.items()]
+        start = known[number]
+        above = -1 - roots.setdefault((chain.namespace, tuple(chain.tokens[:start])), len(roots))
+        for position in range(start, len(chain.tokens)):
+            key = (position, chain.tokens[position], above)
+            if key not in nodes:
+                nodes[key] = len(members)
+                members.append([])
+                tokens.append((chain.tokens[position], position))
+            above = nodes[key]
+            members[above].append(number)
+    found = [Entry(token, position, tuple(of)) for (token, position), of in zip(tokens, members, strict=True)]
     return sorted(found, key=lambda entry: entry.position)
 
 
@@ -59,6 +81,7 @@ def evened(chains: Sequence[Chain], known: Sequence[int]) -> list[int]:
         (one, other, common_beginning(chains[one].tokens, chains[other].tokens))
         for one in range(len(chains))
         for other in range(one)
+        if chains[one].namespace == chains[other].namespace
     ]
     is_even = False
     while not is_even:
@@ -107,14 +130,15 @@ class LlamaCppScorer:
         self.most_listed = self.vocab
         trained = int(llama_cpp.llama_model_n_ctx_train(self.model))
         self.max_positions: int | None = min(trained, CONTEXT)
-        end = int(llama_cpp.llama_vocab_eos(vocab))
-        self.eos = end if end >= 0 else None
+        # All tokens that end a generation: besides the end of a text, the end of a turn and others that the file names.
+        self.eos = tuple(token for token in range(self.vocab) if llama_cpp.llama_vocab_is_eog(vocab, token))
         self.context = llama_cpp.llama_init_from_model(self.model, self._settings())
         if not self.context:
             raise BadCheckpoint(f"llama.cpp could not make a context for {path}: there may be too little memory")
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.batch = llama_cpp.llama_batch_init(BATCH, 0, 2 * TOGETHER)
-        self.held: dict[int, list[int]] = {}  # by sequence id, the texts in the cache
+        self.held: dict[int, HeldText] = {}  # by sequence id, the texts in the cache
+        self._is_closed = False
 
     def _settings(self) -> Any:
         """Return the parameters of a context with one cache for all sequences, in float32."""
@@ -138,6 +162,8 @@ class LlamaCppScorer:
 
     def score(self, chains: Sequence[Chain]) -> list[Likeliest]:
         """See `Scorer.score`; up to `TOGETHER` chains are one pass."""
+        if self._is_closed:  # llama.cpp would read memory that is freed
+            raise ServerGone(f"{self.name} was freed with its pair; load it again")
         found = []
         for start in range(0, len(chains), TOGETHER):
             found += self._scored(chains[start : start + TOGETHER])
@@ -152,7 +178,7 @@ class LlamaCppScorer:
                 self.api.llama_memory_seq_cp(self.memory, source, own, 0, length)
         for own in self.held:
             self.api.llama_memory_seq_rm(self.memory, own, -1, -1)
-        self.held = {own: chain.tokens for own, chain in zip(ids, chains, strict=True)}
+        self.held = {own: HeldText(chain.tokens, chain.namespace) for own, chain in zip(ids, chains, strict=True)}
         rows: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in chains]
         entries = entries_of(chains, known)
         for start in range(0, len(entries), BATCH):
@@ -176,7 +202,9 @@ class LlamaCppScorer:
         best = 0
         source = -1
         for other, text in self.held.items():
-            length = min(common_beginning(text, chain.tokens), chain.first)
+            if text.namespace != chain.namespace:  # response times must not show texts of other clients
+                continue
+            length = min(common_beginning(text.tokens, chain.tokens), chain.first)
             if length > best:
                 best = length
                 source = other
@@ -211,6 +239,9 @@ class LlamaCppScorer:
 
     def close(self) -> None:
         """Free the model and its cache."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.api.llama_batch_free(self.batch)
         self.api.llama_free(self.context)
         self.api.llama_model_free(self.model)
@@ -230,11 +261,15 @@ def best_of(logits: Float32[np.ndarray, " vocab"], count: int) -> tuple[np.ndarr
 
 def common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the number of first tokens that two texts have in common."""
+    equal = 0  # so many tokens are known to be equal
     most = min(len(one), len(other))
-    for place in range(most):
-        if one[place] != other[place]:
-            return place
-    return most
+    while equal < most:  # slices are compared at once
+        middle = (equal + most + 1) // 2
+        if one[equal:middle] == other[equal:middle]:
+            equal = middle
+        else:
+            most = middle - 1
+    return equal
 
 
 def opened_file(name: str) -> LlamaCppScorer:
