@@ -2,9 +2,10 @@
 
 Most bodies are valid ones with a few fields replaced, removed or added, from the fields of the server's own OpenAPI
 description and values of all kinds; a quarter of them are damaged as bytes: cut, flipped, repeated or joined. Prints a
-line of JSON: the answers by path and status, and the faults, each of which is printed with its body, too. Faults are a status
-of 500 or more, an answer that is no JSON, a refusal without OpenAI's fields, a stream that does not end or ends in an error of
-the server, and a server that is not healthy afterwards. Exits with 1 if there are any.
+line of JSON: the answers by path and status, and the faults, each of which is printed with its body, too. Faults are a
+status of 500 or more, an answer that is no JSON, a refusal without OpenAI's fields, a stream that does not end or ends in
+an error of the server, a second connection without an answer, and a server that is not healthy afterwards. Exits with 1
+if there are any.
 """
 
 import argparse
@@ -189,9 +190,7 @@ class Sender(threading.Thread):
         for _ in range(self.count):
             path, raw = self.bodies.next()
             try:
-                connection.request("POST", path, raw, headers)
-                answer = connection.getresponse()
-                content = answer.read()
+                answer, content = self.asked(connection, path, raw, headers)
                 fault = fault_in(answer.status, answer.headers.get("content-type", ""), content)
                 self.answers[f"{path} {answer.status}"] += 1
             except (OSError, http.client.HTTPException) as error:
@@ -206,6 +205,18 @@ class Sender(threading.Thread):
                     ),
                     flush=True,
                 )
+
+    def asked(self, connection, path, raw, headers):
+        """Return an answer and its content. A kept connection may be closed while a request is sent, so it is tried twice."""
+        for number in range(2):
+            try:
+                connection.request("POST", path, raw, headers)
+                answer = connection.getresponse()
+                return answer, answer.read()
+            except (ConnectionError, http.client.HTTPException):
+                connection.close()
+                if number:
+                    raise
 
 
 def fields_of(port):
