@@ -91,6 +91,37 @@ def test_what_is_large_is_refused_in_little_time(raw):
     assert len(caught.value.message) < 2500
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])
+def test_half_of_a_character_is_refused_wherever_it_stands_and_a_whole_one_is_not(worded, path, is_streamed):
+    """An answer that repeats a field could not be encoded."""
+    pytest.importorskip("httpx2")
+    from tests.support.asgi import asking
+
+    start = {
+        "/v1/completions": {"prompt": "a", "max_tokens": 2, "seed": 1},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "seed": 1},
+        "/v1/responses": {"input": "a", "max_output_tokens": 2, "seed": 1},
+        "/tokenize": {"prompt": "a"},
+    }[path]
+    start |= {"stream": True} if is_streamed and path != "/tokenize" else {}
+    with asking(worded, model="bundled") as ask:
+        for name, value in (
+            ("user", "\ud800"),
+            ("metadata", {"a": ["\udc00"]}),
+            ("instructions", "\ud83d"),
+            ("\ud800", 1),
+        ):
+            answer = ask(
+                path, content=json.dumps(start | {name: value}).encode(), headers={"content-type": "application/json"}
+            )
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_json")
+        if path != "/tokenize":
+            whole = json.dumps(start | {"user": "\U0001f600"}).encode()  # as a pair of escapes
+            assert b"\\ud83d" in whole
+            assert ask(path, content=whole, headers={"content-type": "application/json"}).status_code == 200
+
+
 def nested(depth, kind="object"):
     schema = {"type": "string"}
     for _ in range(depth):

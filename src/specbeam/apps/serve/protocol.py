@@ -304,9 +304,15 @@ def _json(raw: bytes, what: str, param: str | None) -> Any:
     if _depth(raw) > DEEPEST:
         raise invalid(f"{what} is nested more than {DEEPEST} levels deep; make it flatter", param, "bad_json")
     try:
-        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_without_twins)
+        found = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_without_twins)
+        if _SURROGATE.search(raw):
+            json.dumps(found, ensure_ascii=False).encode()  # half of a pair is no text, and no answer could repeat it
+        return found
     except (ValueError, RecursionError) as error:
         raise invalid(f"{what} is not valid JSON: {str(error)[:200]}", param, "bad_json") from error
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escaped half of a character
 
 
 def _refuse_constant(name: str) -> Any:
