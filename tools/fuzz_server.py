@@ -207,16 +207,18 @@ class Sender(threading.Thread):
                 )
 
     def asked(self, connection, path, raw, headers):
-        """Return an answer and its content. A kept connection may be closed while a request is sent, so it is tried twice."""
-        for number in range(2):
-            try:
-                connection.request("POST", path, raw, headers)
-                answer = connection.getresponse()
-                return answer, answer.read()
-            except (ConnectionError, http.client.HTTPException):
-                connection.close()
-                if number:
-                    raise
+        """Return an answer and its content, by a second connection if the kept one is closed while a request is sent."""
+        try:
+            return self.once(connection, path, raw, headers)
+        except (ConnectionError, http.client.HTTPException):
+            connection.close()
+            return self.once(connection, path, raw, headers)
+
+    @staticmethod
+    def once(connection, path, raw, headers):
+        connection.request("POST", path, raw, headers)
+        answer = connection.getresponse()
+        return answer, answer.read()
 
 
 def fields_of(port):
