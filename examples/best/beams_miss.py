@@ -8,6 +8,7 @@ python examples/best/beams_miss.py --spider FOLDER_OF_SPIDER --model MODEL    SQ
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -16,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 import specbeam as sb
+from specbeam.errors import TooFewAnswers
 from specbeam.models.pair import BUNDLED
 
 EXAMPLES = Path(__file__).parents[1]
@@ -91,10 +93,10 @@ def measure(pair: sb.Pair, what: str, prompts: Sequence[tuple[str, dict[str, Any
         first = None
         for (n, drafter), costs in best.items():
             texts = timed_best(pair, prompt, n, drafter, limit, options, costs)
-            first = texts[0] if first is None else first
-            assert not texts[0].certain or abs(first.score - texts[0].score) < CLOSE, (prompt, drafter)
-            costs.uncertain += not texts[-1].certain
-        assert first is not None
+            costs.uncertain += not (texts and texts[-1].certain)
+            if texts:
+                first = texts[0] if first is None else first
+                assert not texts[0].certain or abs(first.score - texts[0].score) < CLOSE, (prompt, drafter)
         for width, costs in beams.items():
             began = time.perf_counter()
             (answer,) = sb.generate(pair, prompt, sb.beam_search(width), **SEARCH, **options)
@@ -102,7 +104,7 @@ def measure(pair: sb.Pair, what: str, prompts: Sequence[tuple[str, dict[str, Any
             costs.passes.append(answer.report.target_passes)
             costs.prefixes.append(answer.report.rows.scored)
             found = [one.score for one in answer.beams if one.finished and one.tokens[-1] in pair.eos]
-            if width in misses:
+            if width in misses and first is not None:
                 misses[width] += not found or first.score > found[0] + CLOSE
                 worse[width] += bool(found) and first.certain and first.score < found[0] - CLOSE
     print(f"\n{len(prompts)} {what}: of median passes, prefixes and milliseconds\n")
@@ -114,6 +116,8 @@ def measure(pair: sb.Pair, what: str, prompts: Sequence[tuple[str, dict[str, Any
     for (n, drafter), costs in best.items():
         drafts = "draft model" if drafter == "model" else "no drafts"
         print(row(f"`sb.best`, n = {n}, {drafts}", costs, f"{costs.uncertain} not certain"))
+    if pair.draft is None:
+        return
     over = sum(a > b for a, b in zip(best[10, "model"].passes, beams[10].passes, strict=True))
     print(
         f"\nbest 10 with the draft model took more passes than beam search with 10 beams for {over} of {len(prompts)}"
@@ -126,7 +130,9 @@ def timed_best(
     """Return the best texts, and add what they cost."""
     began = time.perf_counter()
     search = sb.best(pair, prompt, n, limit=limit, drafter=drafter, **options)
-    texts = list(search)
+    texts = []
+    with suppress(TooFewAnswers):  # no text ended within the limit
+        texts = list(search)
     costs.seconds.append(time.perf_counter() - began)
     costs.passes.append(search.report.target_passes)
     costs.prefixes.append(search.report.rows.scored)
