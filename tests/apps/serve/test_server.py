@@ -374,7 +374,7 @@ def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_field(served):
             (b'{"prompt": "a", "prompt": "b"}', 400, "bad_json"),
             (b'{"prompt": NaN}', 400, "bad_json"),
             (b"\xff\xfe", 400, "bad_json"),
-            (b'{"prompt": "\\ud800"}', 400, "bad_setting"),
+            (b'{"prompt": "\\ud800"}', 400, "bad_json"),
             (b'"' + b"a" * 2**20 + b'"', 413, "body_too_large"),
         ]
         for body, status, code in raw:

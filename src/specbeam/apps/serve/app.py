@@ -770,7 +770,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _ANSWERED: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "the answer, or with stream: true its events",
-        "content": {"application/json": {}, "text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"application/json": {}, "text/event-stream": {}},  # a schema would be read as that of one event
     },
     **_ERRORS,
 }
