@@ -237,7 +237,12 @@ class Asking:
         return json.dumps([own, self.order.body.cache_salt])
 
     def _watch(self, job: Job) -> None:
-        """Wake up the coroutine that waits for the job; called in the engine's thread."""
+        """Wake up the coroutine that waits for the job; called in the engine's thread.
+
+        Without a stream it waits for the end only: each waking is a system call between two steps.
+        """
+        if not (job.is_over or self.order.streams):
+            return
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._moved.set)
 
