@@ -10,7 +10,7 @@ import specbeam as sb
 from specbeam.core import compiling, runs
 from specbeam.core.answers import ranked_rows
 from specbeam.core.ranked import WHOLE, Listing
-from specbeam.core.scored_by_call import AskedRows, CallJob
+from specbeam.core.scored_by_call import CalledRows, CallJob
 from specbeam.engines.torch import runs as padded_runs
 from specbeam.errors import SomeFailed
 from specbeam.models.huggingface import HuggingFaceLM
@@ -162,7 +162,7 @@ def test_lists_hold_the_best_tokens_and_the_sums_of_their_rows(by_noise):
     keys = np.arange(3, dtype=np.uint64)
     none = np.zeros(0, dtype=np.int64)
     job = CallJob(0, none, none, np.arange(3), keys)
-    asked = AskedRows(
+    asked = CalledRows(
         [job],
         Listing(4, by_noise, 0.5),
         np.zeros((3, 4), dtype=np.int64),

@@ -22,7 +22,7 @@ def rows_by_call(address: int, jobs: Array, total: int, listing: Listing, vocab:
     Raises `RuntimeError` if the call fails.
 
     Args:
-        address: of the `Callback` that scores, with the numbers that `asked_rows` reads.
+        address: of the `Callback` that scores, with the numbers that `called_rows` reads.
         jobs: int64[jobs, JOB].
         total: number of wanted nodes.
         listing: the lists that are wanted; of length 0: whole rows.
@@ -64,7 +64,7 @@ class CallJob(NamedTuple):
     keys: Array  # uint64[n], see `core.passes.extend_ranked`; none if no lists by noise are wanted
 
 
-class AskedRows(NamedTuple):
+class CalledRows(NamedTuple):
     """The rows that a call has to write.
 
     Attributes:
@@ -80,16 +80,16 @@ class AskedRows(NamedTuple):
     sums: Array
 
 
-def asked_rows(numbers: tuple[int, ...]) -> AskedRows:
+def called_rows(numbers: tuple[int, ...]) -> CalledRows:
     """Return what a call of `rows_by_call` asks for, from the numbers that its callback gets."""
     at, count, total, columns, kind, tokens_at, logits_at, sums_at = numbers
     jobs = [_job_of(row) for row in integers_at(at, count * JOB).reshape(count, JOB).tolist()]
     logits = array_at(logits_at, total * columns, ctypes.c_float).reshape(total, columns)
     if kind == _WHOLE:
-        return AskedRows(jobs, Listing(), np.zeros((0, 0), dtype=np.int64), logits, np.zeros((3, 0)))
+        return CalledRows(jobs, Listing(), np.zeros((0, 0), dtype=np.int64), logits, np.zeros((3, 0)))
     tokens = integers_at(tokens_at, total * columns).reshape(total, columns)
     sums = array_at(sums_at, 3 * total, ctypes.c_double).reshape(3, total)
-    return AskedRows(jobs, Listing(columns, kind == _BY_NOISE, float(sums[0, 0])), tokens, logits, sums)
+    return CalledRows(jobs, Listing(columns, kind == _BY_NOISE, float(sums[0, 0])), tokens, logits, sums)
 
 
 def _job_of(numbers: list[int]) -> CallJob:

@@ -25,7 +25,7 @@ from specbeam.core.passes import (
     whole_rows_again,
 )
 from specbeam.core.ranked import WHOLE, Listing, Ranked, are_whole, no_lists, room_for_listing, whole_rows
-from specbeam.core.scored_by_call import JOB, AskedRows, CallJob, asked_rows, part_of_rows, rows_by_call
+from specbeam.core.scored_by_call import JOB, CalledRows, CallJob, called_rows, part_of_rows, rows_by_call
 from specbeam.core.steps import Array, borrowed, step
 from specbeam.engines.arrays import Integers
 from specbeam.engines.kv.steps import (
@@ -210,7 +210,7 @@ class PaddedRuns:
 
     def run(self, *numbers: int) -> None:
         """Run a pass of all pending nodes of these sessions; `rows_by_call` passes the numbers."""
-        asked = asked_rows(numbers)
+        asked = called_rows(numbers)
         caches = [self._caches[job.session] for job in asked.jobs]
         wanted = [cache.trie.local[job.wanted] for cache, job in zip(caches, asked.jobs, strict=True)]
         rows = self.passes.rows_of(list(zip(caches, wanted, strict=True)))
@@ -230,7 +230,7 @@ class PaddedRuns:
 
 
 @torch.inference_mode()
-def write_lists(asked: AskedRows, rows: torch.Tensor) -> None:
+def write_lists(asked: CalledRows, rows: torch.Tensor) -> None:
     """Write the best tokens of rows of logits, float[rows, vocab], to the arrays of a call."""
     count, vocab = rows.shape
     listing = asked.listing

@@ -25,6 +25,7 @@ from specbeam.core.lm import checked_needs
 from specbeam.core.measure.profiler import span
 from specbeam.core.ranked import WHOLE, Listing
 from specbeam.core.records import Needs, Scored, Turn
+from specbeam.core.scored_by_call import CalledRows, called_rows
 from specbeam.core.session import Session
 from specbeam.core.verify.beams import BeamRule
 from specbeam.core.verify.search import SearchRule
@@ -32,7 +33,7 @@ from specbeam.core.verify.traversal import TraversalRule
 from specbeam.core.verify.walk import MatchRule, PathRule
 from specbeam.models.chains.chains import Chain, ForestChains, Likeliest, Scorer, chains_of
 from specbeam.models.chains.rows import filled_rows, ranked_of, undecided_rows, whole_of
-from specbeam.models.chains.runs import ChainRun, ForestJob, Goal, jobs_of
+from specbeam.models.chains.runs import ChainRun
 from specbeam.models.made_up import made_up_prompt
 
 MEASURED_CHAINS = (1, 4, 16)  # of the round trips that are timed for `cost_curve`
@@ -309,36 +310,31 @@ class ChainLM:
         return failure
 
     def score_jobs(self, *numbers: int) -> None:
-        """Score the forests of a run; `runs.scored_by_callback` passes the numbers."""
-        jobs, goal, is_listed = jobs_of(numbers)
+        """Score the forests of a run; `rows_by_call` passes the numbers."""
+        called = called_rows(numbers)
+        is_listed = called.listing.length > 0
         asked = []
-        for job in jobs:
+        for job in called.jobs:
             session = self._sessions[job.session]
-            count = self._count_of_job(job, goal, is_listed)
+            count = min(called.listing.length + 1, self.vocab) if is_listed else self._count_or_failure(session)
             forest = Forest(job.tokens.copy(), job.parents.copy())
             asked.append(_AskedRows(session, forest, job.wanted.copy(), count, not is_listed))
         start = 0
         for one, rows in zip(asked, self._rows(asked), strict=True):
             place = slice(start, start + len(one.wanted))
             start = place.stop
-            self._write(goal, place, one.session, rows, is_listed)
+            self._write(called, place, one.session, rows)
 
-    def _count_of_job(self, job: ForestJob, goal: Goal, is_listed: bool) -> int:
-        """Return the number of tokens to list for the rows of a job."""
-        if is_listed:
-            return min(goal.logits.shape[1] + 1, self.vocab)
-        return self._count_or_failure(self._sessions[job.session])
-
-    def _write(self, goal: Goal, place: slice, session: Session, rows: Likeliest, is_listed: bool) -> None:
-        """Write the rows of a session to the arrays of a run."""
-        if not is_listed:
-            goal.logits[place] = self._whole(rows)
+    def _write(self, called: CalledRows, place: slice, session: Session, rows: Likeliest) -> None:
+        """Write the rows of a session to the arrays of a call."""
+        if called.listing.length == 0:
+            called.logits[place] = self._whole(rows)
             return
-        temperature = session.warp.cut.temperature
-        ranked = ranked_of(rows, Listing(goal.logits.shape[1], False, temperature), self.vocab)
-        goal.tokens[place] = ranked.tokens
-        goal.logits[place] = ranked.logits
-        goal.sums[:, place] = np.stack([ranked.norms, ranked.warm, ranked.rest])
+        listing = called.listing._replace(temperature=session.warp.cut.temperature)
+        ranked = ranked_of(rows, listing, self.vocab)
+        called.tokens[place] = ranked.tokens
+        called.logits[place] = ranked.logits
+        called.sums[:, place] = np.stack([ranked.norms, ranked.warm, ranked.rest])
 
     def settle(self, session: Session, turn: Turn) -> None:
         session.state.pop(self, None)

@@ -1,11 +1,9 @@
 """Compiled runs with a target that another program runs: one call into Python scores the forests of all sessions."""
 
-import ctypes
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam.core.callbacks import array_at, call_back, integers_at
 from specbeam.core.compiling.copies import copy_numbers
 from specbeam.core.compiling.held import address_of_record, held_at
 from specbeam.core.cycles import cycles
@@ -21,12 +19,9 @@ from specbeam.core.passes import (
     settle_target,
     whole_rows_again,
 )
-from specbeam.core.ranked import Listing, Ranked, are_whole, whole_rows
+from specbeam.core.ranked import Listing, Ranked, are_whole, no_lists, whole_rows
+from specbeam.core.scored_by_call import JOB, part_of_rows, rows_by_call
 from specbeam.core.steps import Array, borrowed, step
-
-JOB = (
-    6  # numbers of a job: session, addresses of tokens and parents, number of nodes, address and number of wanted nodes
-)
 
 
 @borrowed
@@ -53,37 +48,9 @@ def hold_forest(cache: ChainRun, tokens: Array, parents: Array) -> None:
 
 
 @step
-def scored_by_callback(cache: ChainRun, jobs: Array, total: int, is_listed: bool) -> Ranked:
-    """Return the rows of all wanted nodes of these jobs, one job after the other.
-
-    Args:
-        jobs: int64[jobs, JOB].
-        total: number of wanted nodes.
-        is_listed: whether lists are wanted, not whole rows.
-    """
-    columns = min(cache.listing.length, cache.vocab) if is_listed else cache.vocab
-    tokens = np.empty((total if is_listed else 0, columns if is_listed else 0), dtype=np.int64)
-    logits = np.empty((total, columns), dtype=np.float32)
-    sums = np.empty((3, total if is_listed else 0))
-    numbers = (jobs.ctypes.data, len(jobs), total, columns, is_listed, tokens.ctypes.data, logits.ctypes.data)
-    if call_back(cache.score_at, (*numbers, sums.ctypes.data)) != 0:
-        raise RuntimeError("the target could not score the drafts")
-    return Ranked(tokens, logits, sums[0], sums[1], sums[2], cache.vocab, False)
-
-
-@step
-def part_of_rows(rows: Ranked, start: int, stop: int) -> Ranked:
-    """Return the rows from `start` to `stop` - 1; whole rows have no tokens and sums."""
-    logits = rows.logits[start:stop]
-    if are_whole(rows):
-        return whole_rows(logits)
-    sums = (rows.norms[start:stop], rows.warm[start:stop], rows.rest[start:stop])
-    return Ranked(rows.tokens[start:stop], logits, sums[0], sums[1], sums[2], rows.vocab, False)
-
-
-@step
 def write_job(job: Array, cache: ChainRun, wanted: Array) -> None:
     """Write what a callback needs to score nodes of the forest that a cache holds."""
+    job[:] = 0
     job[0] = cache.session
     job[1] = cache.tokens.ctypes.data
     job[2] = cache.parents.ctypes.data
@@ -107,7 +74,7 @@ def extend_chain_runs(like: ChainRun, caches: list[Any], asked: list[Asked], who
     """Score the forests of all sessions that ask for rows, by one call; see `extend_all`."""
     began = cycles()
     count = len(asked)
-    is_listed = like.listing.length > 0 and not whole
+    listing = no_lists(like.listing) if whole else like.listing
     jobs = np.empty((count, JOB), dtype=np.int64)
     total = 0
     used = 0
@@ -122,7 +89,7 @@ def extend_chain_runs(like: ChainRun, caches: list[Any], asked: list[Asked], who
             spent[number, PASSES] += 1
     rows = whole_rows(np.empty((0, 0), dtype=np.float32))
     if used > 0:
-        rows = scored_by_callback(like, jobs[:used], total, is_listed)
+        rows = rows_by_call(like.score_at, jobs[:used], total, listing, like.vocab)
     found = []
     start = 0
     share = (cycles() - began) // count
@@ -143,7 +110,8 @@ def score_again(cache: ChainRun, known: Ranked, nodes: Array) -> Ranked:
         return whole_rows(np.empty((0, cache.vocab), dtype=np.float32))
     jobs = np.empty((1, JOB), dtype=np.int64)
     write_job(jobs[0], cache, nodes)
-    return whole_rows(scored_by_callback(cache, jobs, len(nodes), False).logits)
+    rows = rows_by_call(cache.score_at, jobs, len(nodes), no_lists(cache.listing), cache.vocab)
+    return whole_rows(rows.logits)
 
 
 @has_room_for.of(ChainRun)
@@ -179,40 +147,3 @@ def settle_chain_run(
         cache.tokens[beams + place] = tree[0][node]
         cache.parents[beams + place] = node_map[tree[1][node]]
     cache.size[0] = beams + len(kept)
-
-
-class ForestJob(NamedTuple):
-    """The forest of a session, as a run passes it on; views that are valid during the call."""
-
-    session: int
-    tokens: Array
-    parents: Array
-    wanted: Array
-
-
-class Goal(NamedTuple):
-    """The arrays to which the rows of a call are written; lists have all, whole rows only `logits`."""
-
-    tokens: Array  # int64[rows, columns]
-    logits: Array  # float32[rows, columns]
-    sums: Array  # float64[3, rows]
-
-
-def jobs_of(numbers: tuple[int, ...]) -> tuple[list[ForestJob], Goal, bool]:
-    """Return the jobs of a callback, the arrays for their rows, and whether lists are wanted.
-
-    Args:
-        numbers: as `scored_by_callback` passes them.
-    """
-    at, count, total, columns, is_listed, tokens_at, logits_at, sums_at = numbers
-    jobs = []
-    for session, tokens, parents, nodes, wanted, rows in integers_at(at, count * JOB).reshape(count, JOB).tolist():
-        jobs.append(
-            ForestJob(session, integers_at(tokens, nodes), integers_at(parents, nodes), integers_at(wanted, rows))
-        )
-    logits = array_at(logits_at, total * columns, ctypes.c_float).reshape(total, columns)
-    if not is_listed:
-        return jobs, Goal(np.zeros((0, 0), dtype=np.int64), logits, np.zeros((3, 0))), False
-    tokens = integers_at(tokens_at, total * columns).reshape(total, columns)
-    sums = array_at(sums_at, 3 * total, ctypes.c_double).reshape(3, total)
-    return jobs, Goal(tokens, logits, sums), True
