@@ -1,6 +1,7 @@
 """The functions that generate text: `generate`, `stream` and `turns_of`."""
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
@@ -231,7 +232,7 @@ def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
     line_up(sources)
     running: list[Session] = []
     try:
-        for turns in decode(request.pair.target, _started(waiting, running), batch_size, ahead=TURNS):
+        for turns in decode(request.pair.target, _Started(waiting, running), batch_size, ahead=TURNS):
             request.see(turns)
             for session in [session for session in running if session.over]:
                 running.remove(session)
@@ -258,12 +259,23 @@ def _streamed(request: Request, session: Session, streamer: Any) -> Iterator[Ses
     yield session
 
 
-def _started(waiting: list[Session], running: list[Session]) -> Iterator[Session]:
-    """Yield the waiting sessions; when the decoder admits one, start its clock and append it to `running`."""
-    for session in waiting:
+class _Started(Iterator[Session]):
+    """Iterator over waiting sessions; one that is admitted starts its clock and is appended to `running`."""
+
+    def __init__(self, waiting: list[Session], running: list[Session]) -> None:
+        self._waiting = deque(waiting)
+        self._running = running
+
+    def __next__(self) -> Session:
+        if not self._waiting:
+            raise StopIteration
+        session = self._waiting.popleft()
         session.count.restart()
-        running.append(session)
-        yield session
+        self._running.append(session)
+        return session
+
+    def __length_hint__(self) -> int:
+        return len(self._waiting)
 
 
 def _put_new_tokens(streamer: Any, tokens: list[int], sent: int) -> int:

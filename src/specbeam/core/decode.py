@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from operator import length_hint
 
 from specbeam.core.decoder import Decoder
 from specbeam.core.lm import LM
@@ -23,7 +24,8 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: int
 
     Args:
         target: the target model.
-        waiting: the sessions.
+        waiting: the sessions. An iterator that knows its length (`__length_hint__`) lets the last ones run to their ends
+            together.
         at_once: maximum number of sessions decoded at the same time.
         ahead: maximum number of turns in one compiled run; such turns are not yielded.
     """
@@ -34,6 +36,7 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: int
                 decoder.add(session)
             if not decoder.busy:
                 return
+            decoder.is_last = decoder.free > 0 or length_hint(line, 1) == 0
             yield decoder.step()
 
 

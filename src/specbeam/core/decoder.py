@@ -39,6 +39,10 @@ class Decoder:
         at_once: maximum number of sessions decoded side by side; further ones wait, first come, first served.
         ahead: maximum number of turns of a session that one compiled run may take without showing them; 0: show every turn.
         filling: maximum number of prompts that are stored at the same time.
+
+    Attributes:
+        is_last: whether no further session will be added, so that nobody waits for the place of one that is over. Then
+            compiled runs go on until all of their sessions are over.
     """
 
     def __init__(self, target: LM, at_once: int = 32, ahead: int = 0, filling: int = 1) -> None:
@@ -46,6 +50,7 @@ class Decoder:
         self.at_once = at_once
         self.ahead = ahead
         self.at_once_filling = filling
+        self.is_last = False
         self.waiting: deque[Session] = deque()
         self.filling: list[Session] = []  # their prompts are being stored
         self.live: list[Session] = []  # they are being decoded
@@ -213,7 +218,7 @@ class Decoder:
             if len(self.live) > 1:
                 moved = run_side_by_side(self.target, self.live, self.ahead)
                 rest = [session for session in self.live if session not in moved]
-                return moved + run_together(self.target, rest, self.ahead)
+                return moved + run_together(self.target, rest, self.ahead, self.is_last)
             (session,) = self.live
             ran = True  # stays true if the session fails
             with session.failing_alone():

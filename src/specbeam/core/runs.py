@@ -298,9 +298,12 @@ class Run:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether no further turn can follow in the same loop."""
-        if self.condition != SOUND or (self.python is not None and self.python.moved.failure is not None):
-            return True
+        """Whether no further turn can follow in the same loop, because Python has to take it or has failed."""
+        return self.condition != SOUND or (self.python is not None and self.python.moved.failure is not None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the session is over."""
         length = int(self.room.texts.sizes[LENGTH])
         return bool(is_session_over(self.room.finished, self.spec.stop, self.live.scores, length))
 
@@ -448,11 +451,15 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
     return moved + _failed(sessions)
 
 
-def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURNS) -> list[Session]:
+def run_together(
+    target: LM, sessions: Sequence[Session], most_turns: int = TURNS, to_the_end: bool = False
+) -> list[Session]:
     """Advance sessions by one compiled loop, with passes of the models that all of them share.
 
-    Ends when one of them cannot continue, so that another session can take its place, or after `PATIENCE` seconds.
-    Returns the sessions that took a turn or failed.
+    Ends when one of them cannot continue, or after `PATIENCE` seconds. Returns the sessions that took a turn or failed.
+
+    Args:
+        to_the_end: whether the others go on when a session is over. False: another session can take its place.
     """
     if len(sessions) < 2 or not shares_passes(target):
         return _failed(sessions)
@@ -464,7 +471,7 @@ def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURN
                 _caches_of(run, stack)  # allocate for all first: growing the store moves the arrays of every session
             ready = [(run, caches) for run in together if (caches := _caches_of(run, stack)) is not None]
             if len(ready) > 1:
-                ran += _take_together(ready, most_turns)
+                ran += _take_together(ready, most_turns, to_the_end)
     moved = []
     for run in ran:
         if run.session.failure is None:
@@ -492,8 +499,12 @@ def _runs_of_one_type(runs: Sequence[Run]) -> list[list[Run]]:
     return list(groups.values())
 
 
-def _take_together(ready: Sequence[tuple[Run, list[Any]]], most_turns: int) -> list[Run]:
-    """Take up to `most_turns` turns of runs of one type, and return them. A failure ends all of their sessions."""
+def _take_together(ready: Sequence[tuple[Run, list[Any]]], most_turns: int, to_the_end: bool) -> list[Run]:
+    """Take up to `most_turns` turns of runs of one type, and return them. A failure ends all of their sessions.
+
+    Args:
+        to_the_end: see `run_together`.
+    """
     began = time.perf_counter()
     left = most_turns
     turns = 1  # then as many as fit into `PATIENCE`
@@ -502,22 +513,27 @@ def _take_together(ready: Sequence[tuple[Run, list[Any]]], most_turns: int) -> l
         every = [(run, run.job(caches)) for run, caches in ready]
         of_one_type = [(run, job) for run, job in every if job.kind == every[0][1].kind]
         taking_part = [run for run, _ in of_one_type]
-        jobs = [job.inputs for _, job in of_one_type]
+        running = of_one_type
         while left > 0:
-            standings = [Held(Standing(run.live, run.start)) for run in taking_part]
+            runs = [run for run, _ in running]
+            jobs = [job.inputs for _, job in running]
+            standings = [Held(Standing(run.live, run.start)) for run in runs]
             started = time.perf_counter()
             with errors_of(ready[0][0].models):
                 lives, starts, conditions = run_turns_together(
-                    addresses_of(jobs), jobs[0].record, addresses_of(standings), standings[0].record, min(turns, left)
-                )
+                    addresses_of(jobs), jobs[0].record, addresses_of(standings), standings[0].record,
+                    min(turns, left), to_the_end,
+                )  # fmt: skip
             spent = time.perf_counter() - started
-            for place, run in enumerate(taking_part):
+            for place, run in enumerate(runs):
                 run.live = lives[place]
                 run.start = starts[place]
                 run.condition = int(conditions[place])
             left -= turns
             turns = max(1, int(PATIENCE / max(spent, 1e-6) * min(turns, left + turns)))
-            if any(run.is_held_up for run in taking_part) or time.perf_counter() - began > PATIENCE:
+            running = [(run, job) for run, job in running if not run.is_over]
+            ends = not running or (len(running) < len(runs) and not to_the_end)
+            if ends or any(run.is_held_up for run in runs) or time.perf_counter() - began > PATIENCE:
                 break
     count_shared_passes([run.room.numbers for run in taking_part])
     cycles_of_all = sum((run.room.cycles for run in taking_part), np.zeros(len(PARTS), dtype=np.int64))

@@ -131,7 +131,7 @@ def watched_runs(monkeypatch):
 def turn_by_turn(patch):
     """Let no turn be taken in a run."""
     patch.setattr("specbeam.core.decoder.run_ahead", lambda target, session, most_turns: False)
-    patch.setattr("specbeam.core.decoder.run_together", lambda target, sessions, most_turns: [])
+    patch.setattr("specbeam.core.decoder.run_together", lambda target, sessions, *_: [])
 
 
 def both(pair, prompt, method, monkeypatch, **options):

@@ -56,7 +56,7 @@ def turns(monkeypatch):
     return seen
 
 
-def only_failed(target, sessions, most_turns):
+def only_failed(target, sessions, most_turns, to_the_end=False):
     """Take no turn."""
     return [one for one in sessions if one.failure is not None]
 
@@ -119,6 +119,16 @@ def test_a_session_that_ends_makes_room_for_another(pair, turns, monkeypatch):
     (together, _), (single, _) = with_and_without(pair, monkeypatch, prompts, sb.sampling(), batch_size=3)
     assert together == single
     assert sum(turns) > len(prompts)
+
+
+@pytest.mark.parametrize("batch_size", [5, 9])
+def test_sessions_that_are_over_do_not_hold_up_the_others(pair, turns, monkeypatch, batch_size):
+    """Nobody waits for their places, so each session has a single run, and they end at different lengths."""
+    options = {"batch_size": batch_size, "max_new_tokens": 20, "eos_token_id": [*range(20, 30)]}
+    together, single = with_and_without(pair, monkeypatch, PROMPTS, sb.sampling(), **options)
+    assert together == single
+    assert len(turns) == len(PROMPTS)
+    assert len(set(turns)) > 1
 
 
 def test_some_may_draft(pair, turns):
