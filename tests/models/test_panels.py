@@ -31,7 +31,7 @@ from tests.support.rounding import in_bfloat16, rounded
 from tests.support.tiny_models import tiny
 
 BLOCKS = {"blocks of 4 bits": 4, "blocks of 8 bits": 8}
-KINDS = ["float32", "bfloat16", "float16", "int8", "int4", "nibbles", *BLOCKS] + [
+KINDS = ["float32", "bfloat16", "bfloat16 pairs", "float16", "int8", "int4", "nibbles", *BLOCKS] + [
     "tiles",
     "int8 tiles",
 ] * tiles.available()
@@ -61,6 +61,8 @@ def test_products_are_those_of_numpy(rows, columns, depth, kind):
         assert np.abs(numbers * scales[:, None] - matrix).max() <= 0.5001 * scales.max()
         assert (np.abs(numbers).max(1) == 127).all()
         expected, matrix = on_the_grid(x), numbers * scales[:, None]
+    if kind == "bfloat16 pairs":
+        expected = in_bfloat16(x)
     if kind == "int4":
         numbers, scales = rounded_groups(matrix)
         in_groups = numbers.reshape(*scales.shape, GROUP)
@@ -100,7 +102,7 @@ def on_the_grid(x):
     return np.rint(x / steps) * steps
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("int")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("int") or kind == "bfloat16 pairs"])
 @pytest.mark.parametrize("rows", [2, 20])
 def test_a_row_with_nan_has_products_of_nan_and_the_others_have_none(rows, kind):
     x = np.ones((rows, 64), dtype=np.float32)
@@ -134,6 +136,25 @@ def test_bytes_are_summed_alike_on_machines_that_have_no_instruction_for_it(kind
     out = np.full((rows, len(panels) * WIDTH), np.nan, dtype=np.float32)
     for panel in range(len(panels)):
         times(panels, panel, standing(x, panels), *x.shape, out, 0)
+    assert written
+    assert (out == expected).all()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12, 30])
+def test_pairs_are_summed_alike_on_machines_that_have_no_instruction_for_it(rows, monkeypatch):
+    """By other LLVM code, compiled anew under another name."""
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, 256)).astype(np.float32)
+    panels = in_panels(in_bfloat16(rng.standard_normal((96, 256))), "bfloat16 pairs")
+    expected, written = product(x, panels), []
+    monkeypatch.setattr(sums, "DOTS_BFLOAT16", False)
+    product_of = sums._LoopOfPairs._product
+    monkeypatch.setattr(sums._LoopOfPairs, "_product", lambda *given: written.append(1) or product_of(*given))
+    transposed = numba.njit(inspect.unwrap(panels_module._transposed_parts.py_func))
+    times = numba.njit(error_model="numpy")(inspect.unwrap(panels_module._multiply_panel_in_parts.py_func))
+    out = np.full((rows, len(panels) * WIDTH), np.nan, dtype=np.float32)
+    for panel in range(len(panels)):
+        times(panels, panel, transposed(x, panels), *x.shape, out, 0)
     assert written
     assert (out == expected).all()
 

@@ -13,6 +13,7 @@ _BY_OPTION = {
     "int8": "quantize='int8'",
     "int4": "quantize='int4'",
     "fp8": "quantize='fp8'",
+    "bfloat16": "compute='bfloat16'",
     "torch": "compile=True",
     "parallel": "tensor_parallel=True",
 }
@@ -23,6 +24,8 @@ ByLibrary = Literal["torchao-int8", "torchao-int4", "bitsandbytes-int8", "bitsan
 Quantize = Literal[Rounding, OnGpu, ByLibrary]
 OWN_ROUNDINGS: tuple[str, ...] = (*get_args(Rounding), *get_args(OnGpu))
 BY_LIBRARY: tuple[str, ...] = get_args(ByLibrary)
+# Engines that round numbers, which changes the model: reports state it.
+ROUNDED_ENGINES: tuple[str, ...] = (*OWN_ROUNDINGS, "bfloat16")
 _KNOWN = ", ".join(repr(one) for one in (*OWN_ROUNDINGS, *BY_LIBRARY))
 _LIKE_A_ROUNDING = re.compile(r"(u?int|fp|nf|float)\d+|(torchao|bitsandbytes)-[\w-]+", re.IGNORECASE)
 
@@ -51,6 +54,18 @@ def check_kv(kv: object) -> None:
     """Raise `BadSetting` unless a value is a type for stored keys and values, or None."""
     if kv not in (None, "bfloat16"):
         raise BadSetting(f"kv is {kv!r}; it must be 'bfloat16', or None for the engine's own type")
+
+
+def check_compute(compute: object, others: dict[str, bool]) -> None:
+    """Raise `BadSetting` unless a value is a type of products or None, or if another option chooses the engine, too.
+
+    Args:
+        others: for each option that chooses an engine, whether it is given.
+    """
+    if compute not in (None, "bfloat16"):
+        raise BadSetting(f"compute is {compute!r}; it must be 'bfloat16', or None for float32")
+    if compute is not None and (given := [name for name, is_given in others.items() if is_given]):
+        raise BadSetting(f"compute and {given[0]} both choose how products are made; give one of them")
 
 
 def check_rounding(name: object, option: str) -> None:

@@ -13,7 +13,7 @@ from specbeam.core.errors import NotSupported, UnsupportedModel
 from specbeam.engines.by_layer import layer_decoder
 from specbeam.engines.choices import Rounding
 from specbeam.engines.cpu.cache_words import KVType
-from specbeam.engines.cpu.decoder import CompiledDecoder, misfit
+from specbeam.engines.cpu.decoder import CompiledDecoder, misfit, misfit_of_bfloat16
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import is_llama_like, lacks_trees, reads_sources
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from specbeam.engines.gpu.passes import GpuPasses
 
 OLDEST_WITH_FP8 = (8, 9)  # compute capability of GPUs that have fp8
-COMPILED = ("compiled", "int8", "int4")  # engines that are the compiled forward
-MAPPING = ("auto", "compiled")  # those with which the weights of large models on a CPU stay in memory-mapped files
+COMPILED = ("compiled", "bfloat16", "int8", "int4")  # engines that are the compiled forward
+# Those with which the weights of large models on a CPU stay in memory-mapped files.
+MAPPING = ("auto", "compiled", "bfloat16")
 # The gain of files over an object on a CPU, for a warning; measurements/engines.md has the figures.
 _FACTOR = "5 times as fast where it was measured (135 M weights in bfloat16)"
 OWN = ("gpu", "fp8", *COMPILED)  # engines that are a forward of specbeam
@@ -267,17 +268,18 @@ def _misfit_of_torch(model: "PreTrainedModel") -> str:
     return lacks_trees(model)
 
 
-def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> EngineKind:
-    """Return the row of the compiled forward with this rounding of matrices."""
+def _compiled_kind(name: str, described: str, rounding: Rounding | None, rounds_rows: bool = False) -> EngineKind:
+    """Return the row of the compiled forward with this rounding of matrices, or of rows to bfloat16."""
 
     def passes(request: EngineRequest) -> PackedPasses:
         with torch.inference_mode():
-            decoder = CompiledDecoder(request.model, rounding, request.shared)
+            decoder = CompiledDecoder(request.model, rounding, request.shared, rounds_rows)
             kind = CompiledSourcePasses if reads_sources(request.model) else PackedPasses
             return kind(request.model, decoder, request.caches)
 
-    waits = _on_request if rounding else _waits_for_compiled
-    return EngineKind(name, described, partial(misfit, rounding=rounding), waits, passes)
+    waits = _on_request if rounding or rounds_rows else _waits_for_compiled
+    fits = misfit_of_bfloat16 if rounds_rows else partial(misfit, rounding=rounding)
+    return EngineKind(name, described, fits, waits, passes)
 
 
 def _gpu_passes(request: EngineRequest, rounded: bool = False) -> "GpuPasses | None":
@@ -326,6 +328,7 @@ ENGINES = (
     EngineKind("gpu", "the forward for GPUs", _misfit_of_gpu, _waits_for_gpu, _gpu_passes),
     EngineKind("fp8", "quantize='fp8'", _misfit_of_fp8, _on_request, partial(_gpu_passes, rounded=True)),
     _compiled_kind("compiled", "the compiled forward", None),
+    _compiled_kind("bfloat16", "compute='bfloat16'", None, rounds_rows=True),
     _compiled_kind("int8", "quantize='int8'", "int8"),
     _compiled_kind("int4", "quantize='int4'", "int4"),
     EngineKind("layers", "the forward that calls layers one by one", _misfit_of_layers, _on_request, _passes_by_layer),

@@ -12,7 +12,7 @@ from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.garbage import rarely_collected
 from specbeam.core.lm import LM
 from specbeam.doors.progress import show_compilation
-from specbeam.engines.choices import Quantize, check_engine, check_is_model, check_kv
+from specbeam.engines.choices import Quantize, check_compute, check_engine, check_is_model, check_kv
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.models.chains.lm import ChainLM
@@ -157,6 +157,7 @@ def load(
     tensor_parallel: bool = False,
     kv: KVType | None = None,
     engine: Literal["auto", "gpu", "compiled", "layers", "plain"] = "auto",
+    compute: Literal["bfloat16"] | None = None,
 ) -> Pair:
     """Load a target model, and optionally a draft model, with their tokenizer.
 
@@ -221,8 +222,13 @@ def load(
             specbeam's forwards for GPUs and CPUs. "plain" is transformers' own forward, for any model, as captured graphs
             on a GPU. "layers" calls the layers of a Llama, Mistral or Qwen2 one by one, on any device, which is slow.
             "auto": the fastest of the first three that runs the model. Texts have the same law with each of them.
-            `quantize`, `compile`, `device_map` and `tensor_parallel` choose an engine themselves. A draft with rounded
-            weights has the engine of its rounding.
+            `quantize`, `compute`, `compile`, `device_map` and `tensor_parallel` choose an engine themselves. A draft with
+            rounded weights has the engine of its rounding.
+        compute: "bfloat16" rounds each row to bfloat16 before its product with a matrix, for the compiled forward of models
+            whose weights are bfloat16 numbers; attention, norms, sums and encoders stay in float32. On processors with the
+            instructions for it (AVX512_BF16), many rows take half the time. The output has the law of the model with these
+            products, and reports state it; a text still does not depend on its batch. A draft model whose weights are
+            bfloat16 numbers computes likewise. None: float32.
 
     Raises:
         BadSetting: an option is wrong.
@@ -256,8 +262,19 @@ def load(
             "compile": compile,
             "device_map": device_map is not None,
             "tensor_parallel": tensor_parallel,
+            "compute": compute is not None,
         },
     )
+    check_compute(
+        compute,
+        {
+            "quantize": quantize is not None,
+            "compile": compile,
+            "device_map": device_map is not None,
+            "tensor_parallel": tensor_parallel,
+        },
+    )
+    run_by: str = compute or engine
     rounded_kv: KVType = kv or "float32"
     is_spread = device_map is not None or tensor_parallel
     opened = opened_target(target, dtype, tokenizer)
@@ -270,6 +287,7 @@ def load(
                 "tensor_parallel": tensor_parallel,
                 "kv": kv is not None,
                 "engine": engine != "auto",
+                "compute": compute is not None,
             }
         )
         of_draft = DraftOptions(check, False, share_from, probe)
@@ -307,11 +325,11 @@ def load(
         target_lm = placed_language_model(target_model, check, share_from)
     else:
         target_lm = language_model(
-            target_model, check, by_engine(quantize), compile, share_from, rounded_kv, engine=engine
+            target_model, check, by_engine(quantize), compile, share_from, rounded_kv, engine=run_by
         )
-    further = FurtherDrafts(target_lm, own_tokenizer, target, dtype, torch_device, check, share_from, engine)
+    further = FurtherDrafts(target_lm, own_tokenizer, target, dtype, torch_device, check, share_from, run_by)
     target_lm.further_draft = further
-    options = DraftOptions(check, compile, share_from, probe, rounded_kv, engine)
+    options = DraftOptions(check, compile, share_from, probe, rounded_kv, run_by)
     draft_lm = draft_of(given, draft_model, target_lm, own_tokenizer, options, shared)
     models = [lm for lm in (target_lm, draft_lm) if isinstance(lm, HuggingFaceLM)]
     for lm in models if engine == "auto" else []:

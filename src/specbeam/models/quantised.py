@@ -68,6 +68,8 @@ def _rounding_of_weights(lm: Any) -> str:
     engine = getattr(lm, "engine", "")
     model = getattr(lm, "model", None)
     stored = rounding_in(getattr(model, "config", None))
+    if engine == "bfloat16":
+        return "bfloat16 products"
     if engine in OWN_ROUNDINGS:
         named = f"{stored} and {engine}" if stored else str(engine)
         encoder = getattr(lm, "encoder", None)

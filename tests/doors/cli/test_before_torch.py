@@ -39,6 +39,7 @@ WRONG = {
     "an unknown engine": [["--engine", "fast"], "engine is 'fast'"],
     "an unknown rounding": [["--quantize", "int9"], "quantize is 'int9'"],
     "an unknown type of keys": [["--kv", "float8"], "kv is 'float8'"],
+    "an unknown type of products": [["--compute", "float8"], "compute is 'float8'"],
     "an unknown method": [["--method", "dsdb"], "there is no method 'dsdb' (did you mean dsbd?)"],
     "an unknown setting": [["--set", "beem=3"], "has no setting 'beem' (did you mean beams?)"],
     "a setting without a value": [["--set", "beams"], "write NAME=VALUE"],

@@ -20,7 +20,7 @@ class ServerConfig:
 
     Args:
         model, draft: see `specbeam.load`.
-        quantize, draft_vocab, kv, engine: see `specbeam.load`.
+        quantize, draft_vocab, kv, compute, engine: see `specbeam.load`.
         name: name of the model in requests; "": `model`.
         method, settings: method of requests that do not choose one, and its settings as NAME=VALUE; "": `dsbd`, or
             `beam_sampling` without a draft, with at least as many beams as answers are asked for. "auto": the fastest,
@@ -76,6 +76,7 @@ class ServerConfig:
     quantize: str | None = None
     draft_vocab: int | None = None
     kv: str | None = None
+    compute: str | None = None
     engine: str = "auto"
     name: str = ""
     method: str = ""

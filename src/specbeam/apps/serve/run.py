@@ -124,6 +124,7 @@ def load_pair(config: ServerConfig) -> Pair:
     model_logging.disable_progress_bar()
     quantize: Any = config.quantize
     kv: Any = config.kv
+    compute: Any = config.compute
     engine: Any = config.engine
     return load_by_name(
         config.model,
@@ -133,6 +134,7 @@ def load_pair(config: ServerConfig) -> Pair:
         share_from=None,
         tensor_parallel=config.tensor_parallel,
         kv=kv,
+        compute=compute,
         engine=engine,
     )
 

@@ -49,6 +49,11 @@ def dots_bytes(names: Collection[str]) -> bool:
     return {16: "avx512vnni", 8: "avxvnni"}.get(lanes(names)) in names
 
 
+def dots_bfloat16(names: Collection[str]) -> bool:
+    """Return whether one instruction multiplies two pairs of bfloat16 numbers in each lane and adds the products."""
+    return lanes(names) == 16 and "avx512bf16" in names
+
+
 def _assembly(name: str, stated: str) -> str:
     """Return the assembly of a sum of sixteen integers, compiled for a processor."""
     binding.initialize_native_target()

@@ -8,6 +8,7 @@ import typer
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import in_one_line, print_json
 from specbeam.doors.cli.options import (
+    Compute,
     Engine,
     Grow,
     GrowVocab,
@@ -34,6 +35,7 @@ class PassesArguments(Record):
     grow_vocab: GrowVocab = None
     quantize: QuantizeTarget = None
     engine: Engine = "auto"
+    compute: Compute = None
     rows: PassRows = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128]
     beams: Annotated[
         list[int],
@@ -99,12 +101,14 @@ def _model(given: PassesArguments, needed: int) -> "tuple[HuggingFaceLM, str]":
     from specbeam.models.pair import load
 
     quantize: Any = given.quantize
-    pair = grown_pair(given.model, None, given.make(GrownSizes), quantize=quantize, engine=given.engine)
+    compute: Any = given.compute
+    growth = given.make(GrownSizes)
+    pair = grown_pair(given.model, None, growth, quantize=quantize, engine=given.engine, compute=compute)
     target = pair.forgetful_target
     own = target.max_positions
     if own is None or own >= needed:
         return target, "the model's own"
     longer = with_positions(pair.target_model, needed)
     engine: Any = given.engine
-    timed = load(longer, quantize=quantize, engine=engine).forgetful_target
+    timed = load(longer, quantize=quantize, engine=engine, compute=compute).forgetful_target
     return timed, f"{needed:,}, for timing only; the model's own are {own:,}"

@@ -10,6 +10,7 @@ import typer
 from specbeam.doors.cli.arguments import generation
 from specbeam.doors.cli.common import bundled_rows, in_one_line, method_from, print_records
 from specbeam.doors.cli.options import (
+    Compute,
     DraftVocab,
     Grow,
     GrowVocab,
@@ -89,6 +90,7 @@ class SpeedArguments(PairArguments):
     ] = None
     grow_vocab: GrowVocab = None
     quantize: QuantizeTarget = None
+    compute: Compute = None
     draft_vocab: DraftVocab = None
     rows: SpacedRows = 30
     batch_size: Annotated[
@@ -125,7 +127,7 @@ def _pair(given: SpeedArguments) -> "Pair":
     from specbeam.doors.cli.widening import GrownSizes, grown_pair
     from specbeam.doors.sources import hears
 
-    options = given.named("quantize", "draft_vocab", "engine")
+    options = given.named("quantize", "compute", "draft_vocab", "engine")
     pair = grown_pair(given.model, given.draft, given.make(GrownSizes), sources=True, **options)
     if hears(pair):
         raise NotSupported(

@@ -22,7 +22,7 @@ from specbeam.doors.model_files import check_languages, check_model, require_pla
 from specbeam.doors.options.checks import LARGEST_INTEGER
 from specbeam.doors.places import require_file, require_folder_place, require_place
 from specbeam.doors.prompts import require_source
-from specbeam.engines.choices import check_engine, check_is_model, check_kv, check_rounding
+from specbeam.engines.choices import check_compute, check_engine, check_is_model, check_kv, check_rounding
 from specbeam.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -215,6 +215,14 @@ KeysAndValues = Annotated[
         callback=checked(check_kv),
     ),
 ]
+Compute = Annotated[
+    str | None,
+    typer.Option(
+        help="'bfloat16': round rows to bfloat16 before products with matrices on a CPU, for models in bfloat16. Texts then "
+        "have the law of the model with these products (docs/quantised.md).",
+        callback=checked(lambda compute: check_compute(compute, {})),
+    ),
+]
 Compile = Annotated[
     bool,
     typer.Option("--compile", help="Use torch.compile for models that transformers runs on a CPU."),
@@ -272,6 +280,7 @@ class LoadArguments(PairArguments):
     quantize: Quantize = None
     draft_vocab: DraftVocab = None
     kv: KeysAndValues = None
+    compute: Compute = None
     compile: Compile = False
     tensor_parallel: TensorParallel = False
     device_map: DeviceMap = None

@@ -6,7 +6,15 @@ from typing import Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import parameter
-from specbeam.doors.cli.options import Draft, DraftVocab, KeysAndValues, QuantizeTarget, Settings, TensorParallel
+from specbeam.doors.cli.options import (
+    Compute,
+    Draft,
+    DraftVocab,
+    KeysAndValues,
+    QuantizeTarget,
+    Settings,
+    TensorParallel,
+)
 
 Text = str | None
 Number = int | None
@@ -30,6 +38,7 @@ MODELS = {
     "quantize": QuantizeTarget,
     "draft_vocab": DraftVocab,
     "kv": KeysAndValues,
+    "compute": Compute,
     "engine": option(
         Text,
         "Engine of the models: 'gpu', 'compiled', 'plain' or 'layers'; by default the fastest that fits (docs/models.md).",

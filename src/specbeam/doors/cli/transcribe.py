@@ -10,6 +10,7 @@ from specbeam.core.whole_files import write_whole
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import complain, method_from, quiet_load, say
 from specbeam.doors.cli.options import (
+    Compute,
     Device,
     Draft,
     Engine,
@@ -130,6 +131,7 @@ class TranscribeArguments(Record):
     device: Device = None
     quantize: QuantizeTarget = None
     kv: KeysAndValues = None
+    compute: Compute = None
     engine: Engine = "auto"
 
     @property
@@ -157,7 +159,7 @@ def transcribe(given: TranscribeArguments) -> int:
     targets = [] if given.output is None else _targets(files, given.output, given.format)
     from specbeam.apps.speech.transcribe import transcribe as transcribed
 
-    loaded = given.named("device", "quantize", "kv", "engine")
+    loaded = given.named("device", "quantize", "kv", "compute", "engine")
     pair = quiet_load(given.model, given.draft, sources=True, **loaded)
     failed = len(files) - len(readable)
     prints_segments = given.output is None and given.format == "text"  # a line per segment, as soon as it is there

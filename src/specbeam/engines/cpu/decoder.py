@@ -97,6 +97,7 @@ _WORDS = (torch.float32, torch.bfloat16, torch.float16)  # the types that panels
 # The types whose bits are laid out in panels of a kind without a conversion to float32.
 _TYPE_IN_WORDS: dict[Kind, torch.dtype] = {
     "bfloat16": torch.bfloat16,
+    "bfloat16 pairs": torch.bfloat16,
     "tiles": torch.bfloat16,
     "float16": torch.float16,
     "int8": torch.bfloat16,
@@ -184,6 +185,9 @@ class CompiledDecoder:
         rounding: type of all matrices except the embedding; rounding changes the model. "int8" weights are read in a
             quarter of the time of float32, "int4" weights in a seventh. None: matrices keep their type.
         shared: the target's tokens, which the model reads and drafts; None: its own tokens.
+        rounds_rows: whether each row is rounded to bfloat16 before a product with a matrix, for models for which
+            `misfit_of_bfloat16` returns "". It changes the model. Products of bfloat16 numbers are exact; their sums are
+            float32.
 
     Attributes:
         kv: type of stored keys and values; set it before `store` is called.
@@ -192,7 +196,11 @@ class CompiledDecoder:
     takes_steps = True  # compiled steps can run this forward
 
     def __init__(
-        self, model: "PreTrainedModel", rounding: Rounding | None = None, shared: SharedTokens | None = None
+        self,
+        model: "PreTrainedModel",
+        rounding: Rounding | None = None,
+        shared: SharedTokens | None = None,
+        rounds_rows: bool = False,
     ) -> None:
         self.shared = shared
         self.kv: KVType = "float32"
@@ -220,13 +228,11 @@ class CompiledDecoder:
         self.angles = angles_of_model(model, architecture)
         files = mapped_files(model)
         tiled = tiles.available() and (rounding == "int8" or weights >= TILED_FROM)
-        matrices = [weight.flatten(0, -2) for layer in layers for weight in layer.parameters() if weight.dim() > 1]
         leave = matrix_at(model, family.leave, family)
-        if leave is not None:
-            matrices.append(leave)
-        if isinstance(head, Tensor):
-            matrices.insert(0, head)
-        self.kind = kind = kind_of_panels(matrices, rounding, tiled, files)
+        kind: Kind = "bfloat16 pairs"
+        if not rounds_rows:
+            kind = kind_of_panels(_matrices_in(model), rounding, tiled, files)
+        self.kind = kind
         self.kinds_of_matrices = kinds_of_panels([parts_of(layer, architecture) for layer in layers], kind)
         self.weights = weights_of(layers, self.kinds_of_matrices, architecture, files)
         self.last_norm = numbers_of(norm_at(body, family.final_norm, family))
@@ -516,6 +522,22 @@ class SourceReader:
         return found[:, : self.columns]
 
 
+def _matrices_in(model: "PreTrainedModel") -> list[Tensor]:
+    """Return the matrices of a model that are tensors: of its head, its layers, and between its last norm and the head."""
+    family = family_of(model)
+    assert family is not None
+    matrices = [
+        weight.flatten(0, -2) for layer in layers_in(model, family) for weight in layer.parameters() if weight.dim() > 1
+    ]
+    leave = matrix_at(model, family.leave, family)
+    if leave is not None:
+        matrices.append(leave)
+    head = head_of(model)
+    if isinstance(head, Tensor):
+        matrices.insert(0, head)
+    return matrices
+
+
 def kind_of_panels(weights: list[Tensor], rounding: Rounding | None, tiled: bool, files: MappedFiles) -> Kind:
     """Return the smallest kind of panels that represents matrices exactly, or rounded by `rounding`.
 
@@ -757,6 +779,17 @@ def misfit(model: "PreTrainedModel", rounding: Rounding | None) -> str:
     if model.device.type != "cpu" or model.dtype not in _WORDS:
         return f"it is in {model.dtype} on {model.device}; the compiled forward takes float32, bfloat16 and float16 on a CPU"
     return misfit_of_shape(model, rounding)
+
+
+def misfit_of_bfloat16(model: "PreTrainedModel") -> str:
+    """Return the reason why the compiled forward cannot make a model's products in bfloat16; "" if it can."""
+    if why := misfit(model, None):
+        return why
+    if matrices_of(model):
+        return "its files hold rounded weights"
+    if kind_of_panels(_matrices_in(model), None, False, mapped_files(model)) != "bfloat16":
+        return f"its weights, in {model.dtype}, are not numbers of bfloat16; load it with dtype='bfloat16'"
+    return ""
 
 
 def misfit_of_shape(model: "PreTrainedModel", rounding: Rounding | None) -> str:

@@ -15,6 +15,20 @@ if AVAILABLE:
     FLOAT = ir.FloatType()
     BYTES = ir.IntType(8).as_pointer()
 
+    class _BFloat16(ir.Type):
+        """LLVM's type of a bfloat16 number, which llvmlite lacks."""
+
+        def _to_string(self) -> str:
+            return "bfloat"
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, _BFloat16)
+
+        def __hash__(self) -> int:
+            return hash(_BFloat16)
+
+    BFLOAT16 = _BFloat16()
+
 TO_FIRST_CACHE = 3
 TO_SECOND_CACHE = 2
 

@@ -31,6 +31,7 @@ from specbeam.core.compiling.uncounted import chosen_without_counts, compiled_wi
 from specbeam.engines.arrays import AnyArray, Dense, Panels
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.block_panels import blocks_as_float32, rounded_blocks, write_blocks
+from specbeam.engines.cpu.cache_words import round_to_bfloat16
 from specbeam.engines.cpu.embedding import widen_halves
 from specbeam.engines.cpu.laying import lay_out_bytes, lay_out_groups, lay_out_words
 from specbeam.engines.cpu.nibbles import nibbles_as_float32, rounded_nibbles, write_nibbles
@@ -72,6 +73,7 @@ Kind = Literal[
     "float32",
     "bfloat16",
     "float16",
+    "bfloat16 pairs",
     "tiles",
     "int8",
     "int8 tiles",
@@ -104,6 +106,7 @@ _WORDS: dict[Kind, Words] = {
     "float32": Words(np.float32, np.float32, 1, 1),
     "bfloat16": Words(np.uint32, np.uint32, 2, 1),
     "float16": Words(np.uint16, np.uint8, 1, 1),
+    "bfloat16 pairs": Words(np.uint32, np.complex64, 2, 1),
     "tiles": Words(np.uint32, np.uint16, 2, 1),
     "int8": Words(np.int32, np.int32, BYTES_PER_WORD, 1, after=2),
     "int8 tiles": Words(np.int32, np.int8, BYTES_PER_WORD, 1, after=2),
@@ -143,7 +146,8 @@ def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: i
 def write_transposed(x: Array, start: int, rows: int, transposed: Array) -> None:
     """Write `rows` rows of x, float32[all rows, depth], from `start` on, to `transposed` as [depth, rows].
 
-    If `transposed` is int32, numbers are rounded to uint8 around 128, four steps of depth in a word, followed by the scale
+    If `transposed` is uint16, numbers are rounded to bfloat16, two steps of depth side by side, the earlier one first.
+    If it is int32, numbers are rounded to uint8 around 128, four steps of depth in a word, followed by the scale
     of each row. If it is uint32, they are int8, and after the scales comes -8 times the sum of the numbers for each group
     and row.
     """
@@ -181,7 +185,7 @@ if compiling.AVAILABLE:
         types.int8: (tiles.packed_bytes, tiles.multiply_panel_of_bytes),
     }
 
-    _ROUNDED = (types.int32, types.int16)  # rounded panels that vectors multiply; rows are rounded, too
+    _ROUNDED = (types.int32, types.int16, types.complex64)  # panels that vectors multiply with rounded rows
 
     @chosen_for(packed_rows)
     def _compiled_packed_rows(x: Any, panels: Any) -> Any:
@@ -212,12 +216,20 @@ if compiling.AVAILABLE:
 
     @chosen_for(write_transposed)
     def _compiled_write_transposed(x: Any, start: Any, rows: Any, transposed: Any) -> Any:
-        by_kind = {types.int32: _write_transposed_bytes, types.uint32: _write_transposed_signed}
+        by_kind = {
+            types.int32: _write_transposed_bytes,
+            types.uint32: _write_transposed_signed,
+            types.uint16: _write_transposed_pairs,
+        }
         return _source_of(by_kind.get(transposed.dtype, _write_transposed_floats))
 
     @chosen_for(scratch_for)
     def _compiled_scratch_for(panels: Any, rows: Any, depth: Any) -> Any:
-        by_kind = {types.int32: _scratch_for_bytes, types.int16: _scratch_for_signed}
+        by_kind = {
+            types.int32: _scratch_for_bytes,
+            types.int16: _scratch_for_signed,
+            types.complex64: _scratch_for_pairs,
+        }
         return _source_of(by_kind.get(panels.dtype, _scratch_for_floats))
 
     @chosen_for(for_few_rows)
@@ -250,6 +262,10 @@ def _scratch_for_bytes(panels: Array, rows: int, depth: int) -> Array:
 
 def _scratch_for_signed(panels: Array, rows: int, depth: int) -> Array:
     return np.empty(rows * (depth // STEP + 1 + depth // GROUP), dtype=np.uint32)
+
+
+def _scratch_for_pairs(panels: Array, rows: int, depth: int) -> Array:
+    return np.empty(rows * depth, dtype=np.uint16)
 
 
 def _unchanged(panel: Array, depth: int) -> Array:
@@ -311,6 +327,22 @@ def _write_transposed_signed(x: Array, start: int, rows: int, transposed: Array)
             sums[group * rows + row] = -SIGN_OF_NIBBLES * total
         for word in range(words):
             transposed[word * rows + row] = in_words[word] ^ np.uint32(0x80808080)
+
+
+def _write_transposed_pairs(x: Array, start: int, rows: int, transposed: Array) -> None:
+    _transpose_pairs(x, start, rows, transposed, np.empty(x.shape[1], dtype=np.uint16))
+
+
+@compiled_without_counts
+def _transpose_pairs(x: Array, start: int, rows: int, transposed: Array, numbers: Array) -> None:
+    """Write transposed rows as bfloat16; see `write_transposed`. `numbers`, uint16[depth], is overwritten."""
+    words = x.shape[1] // 2
+    pairs = transposed.view(np.uint32)
+    in_words = numbers.view(np.uint32)
+    for row in range(rows):
+        round_to_bfloat16(x[start + row], numbers)
+        for word in range(words):
+            pairs[word * rows + row] = in_words[word]
 
 
 def _as_float32(panel: Array, depth: int) -> Array:
@@ -486,6 +518,7 @@ def _share_function(kind: Any, of_rows: Any) -> Any:
 _ROWS_FOR = {
     np.float32: np.float32,
     np.uint32: np.float32,
+    np.complex64: np.uint16,
     np.uint8: np.float32,
     np.uint64: np.float32,
     np.int64: np.float32,
@@ -539,6 +572,7 @@ def in_panels(matrix: Dense, kind: Kind = "float32") -> Panels:
     Args:
         kind: "float32"; "bfloat16", two steps of depth in each uint32, for numbers that bfloat16 represents exactly;
             "float16", two bytes for each step, as uint8, for numbers that float16 represents exactly;
+            "bfloat16 pairs", the same as "bfloat16" as complex64, for rows rounded to bfloat16, too;
             "tiles", the same as "bfloat16" as uint16, for processors with tile registers (engines/cpu/tiles.py); "int8", a
             rounded matrix (`round_column`), four steps of depth in each int32, followed by the scales and 128 times the sums
             of the columns; "int8 tiles", the same as int8, for tile registers; "int4", a matrix rounded in groups
@@ -623,7 +657,7 @@ def _lay_out(panels: Panels, matrix: Shaped[np.ndarray, "columns depth"], kind: 
     if kind == "float16":
         _lay_out_halves(panels, matrix if matrix.dtype == np.uint16 else matrix.astype(np.float16).view(np.uint16))
         return
-    if kind in ("bfloat16", "tiles"):
+    if kind in ("bfloat16", "bfloat16 pairs", "tiles"):
         bits = matrix if matrix.dtype == np.uint16 else (matrix.view(np.uint32) >> 16).astype(np.uint16)
         matrix = bits.view(np.uint32)  # the earlier of two steps is in the lower half
     lay_out_words(matrix.view(np.int32), panels.view(np.int32))  # one compiled form for all words of four bytes

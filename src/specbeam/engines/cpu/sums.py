@@ -27,17 +27,21 @@ if compiling.AVAILABLE:
     from numba import types
     from numba.extending import intrinsic
 
-    from specbeam.core.compiling.processor import dots_bytes, features, lanes
-    from specbeam.engines.cpu.llvm import FLOAT, WORD
+    from specbeam.core.compiling.processor import dots_bfloat16, dots_bytes, features, lanes
+    from specbeam.engines.cpu.llvm import BFLOAT16, FLOAT, INDEX, WORD
 
     HALF_WORD = ir.IntType(16)
+    # dtypes of panels, by which numba chooses the code, whose elements are two words
+    _OF_TWO_WORDS = (types.uint64, types.int64, types.float64, types.complex64)
     LANES = lanes(features())  # 4-byte numbers in a register
     MOST = 6 if LANES == 8 else 12  # maximum number of rows at a time, whose sums fit in the registers
     DOTS_BYTES = dots_bytes(features())
+    DOTS_BFLOAT16 = dots_bfloat16(features())
 else:
     LANES = 16
     MOST = 12
     DOTS_BYTES = False
+    DOTS_BFLOAT16 = False
     write_sums: Any = None  # never called without numba
     write_row_sums: Any = None
 
@@ -285,6 +289,32 @@ class _LoopOfBlocks(_Loop):
         return (bits << 24 - 8 * place).shifted_with_sign(24)
 
 
+class _LoopOfPairs(_Loop):
+    """A `_Loop` for panels and rows with two bfloat16 numbers in a word, the earlier step in the lower half.
+
+    A word adds the product of its later step, then that of its earlier one, each rounded once to float32: the order of the
+    instruction of x86. The instruction treats denormal numbers as zero, so results differ from those of other processors by
+    terms below 1e-33.
+    """
+
+    def _columns_of(self, word: Value) -> list[list[Value]]:
+        return [self._panel_at(word * self.stride, self.words)]
+
+    def _added(self, sums: list[Value], columns: list[Value], step: Value) -> list[Value]:
+        return super()._added(sums, columns, step // self.steps_per_word)
+
+    def _product(self, total: Value, spread: Value, column: Value) -> Value:
+        """Return `total` plus the products of two pairs of bfloat16 numbers in each lane."""
+        if DOTS_BFLOAT16:
+            pairs = ir.VectorType(BFLOAT16, 2 * LANES)
+            given = [total.register, spread.seen_as(pairs).register, column.seen_as(pairs).register]
+            return Value(self.builder, self.call(f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}", self.vector, *given))
+        for numbers in (lambda words: words & 0xFFFF0000, lambda words: words << 16):
+            early_or_late = [numbers(words).seen_as(self.vector) for words in (spread, column)]
+            total = self.fused(*early_or_late, total)
+        return total
+
+
 class _LoopOfBytes(_Loop):
     """A `_Loop` for panels with four int8 in a word and rows with four uint8 in a word, summed as integers.
 
@@ -382,10 +412,10 @@ if compiling.AVAILABLE:
         out[out + row * out_stride + column] = sum over steps of x[x + step * rows + row] *
         weights[weights + step * stride + column], with the numbers in `places`, see `PanelPlaces`.
 
-        Weights are float32; uint32 with two bfloat16 each; uint8, two for a float16; uint64 with sixteen 4-bit numbers each,
-        see engines/cpu/nibbles.py; int64 or float64, with numbers of 4 or 8 bits in blocks, see
-        engines/cpu/block_panels.py; int32 with four int8 each, and x int32; or int16 with four 4-bit numbers each, and x
-        uint32; the last two as `panels.write_transposed` makes them.
+        Weights are float32; uint32 with two bfloat16 each; complex64 with four, and x uint16, bfloat16; uint8, two for a
+        float16; uint64 with sixteen 4-bit numbers each, see engines/cpu/nibbles.py; int64 or float64, with numbers of 4 or
+        8 bits in blocks, see engines/cpu/block_panels.py; int32 with four int8 each, and x int32; or int16 with four 4-bit
+        numbers each, and x uint32; the last two as `panels.write_transposed` makes them.
 
         With more than half of `MOST` rows, the line of weights[later + word * later_stride] is prefetched for each word of
         a column, so that the next panel is already in the cache.
@@ -393,8 +423,11 @@ if compiling.AVAILABLE:
 
         def loop_of(builder: Any, rows: int, kind: Any, places: PanelPlaces) -> _Loop:
             loop = _loop(builder, rows, kind)
-            # The pointer to the weights is that of this panel.
-            loop.later = (builder.sub(places.later, places.weights), places.later_stride)
+            # The pointer to the weights is that of this panel, in words.
+            distance = builder.sub(places.later, places.weights)
+            if kind in _OF_TWO_WORDS:
+                distance = builder.mul(distance, ir.Constant(INDEX, 2))
+            loop.later = (distance, places.later_stride)
             return loop
 
         return types.void(types.int64, weights, x, out, places), _code_of_sums(loop_of)
@@ -421,8 +454,10 @@ def _code_of_sums(loop_of: Callable[[Any, int, Any, PanelPlaces], _Loop]) -> Cal
         starts = ((1, places.weights), (2, places.x), (3, places.out))
         weights, x, out = places_in(context, builder, signature, args, starts)
         kind = signature.args[1].dtype
-        if kind in (types.int16, types.uint64, types.int64, types.float64):  # registers hold words anyway
+        if kind == types.int16 or kind in _OF_TWO_WORDS:  # registers hold words anyway
             weights = builder.bitcast(weights, WORD.as_pointer())
+        if kind == types.complex64:
+            x = builder.bitcast(x, WORD.as_pointer())
         if kind == types.uint8:
             weights = builder.bitcast(weights, HALF_WORD.as_pointer())
 
@@ -454,6 +489,7 @@ def _loop(builder: Any, rows: int, kind: Any) -> _Loop:
     loop, steps_per_word = {
         types.float32: (_Loop, 1),
         types.uint32: (_Loop, 2),
+        types.complex64: (_LoopOfPairs, 2),
         types.uint8: (_LoopOfHalves, 1),
         types.uint64: (_LoopOfWeights, _STEPS_PER_NIBBLES),
         types.int64: (_LoopOfBlocks, _STEPS_PER_NIBBLES),

@@ -9,7 +9,7 @@ import torch
 
 from specbeam.core.errors import BrokenLaw, NotSupported, SpecbeamError, UnsupportedModel
 from specbeam.core.forest import Forest
-from specbeam.engines.choices import OWN_ROUNDINGS
+from specbeam.engines.choices import OWN_ROUNDINGS, ROUNDED_ENGINES
 from specbeam.engines.cpu.audio_encoder import AudioEncoder
 from specbeam.engines.cpu.encoder import CompiledEncoder, TextEncoder
 from specbeam.engines.mapped import is_mapped
@@ -211,8 +211,8 @@ def _owner(lm: HuggingFaceLM, prompt: list[int], source: Source | None) -> Any:
 
 
 def _rounds(lm: HuggingFaceLM) -> bool:
-    """Return whether a language model's engine rounds weights, or keys and values."""
-    return lm.engine in OWN_ROUNDINGS or lm.kv != "float32"
+    """Return whether a language model's engine rounds weights, rows, or keys and values."""
+    return lm.engine in ROUNDED_ENGINES or lm.kv != "float32"
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ from specbeam.core.lm import LM
 from specbeam.doors.options.checks import is_integer
 from specbeam.engines.choices import BY_LIBRARY, OWN_ROUNDINGS, Quantize, is_rounding
 from specbeam.engines.cpu.cache_words import KVType
+from specbeam.engines.cpu.decoder import misfit_of_bfloat16
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.models.encoder_decoder import EncoderDecoderLM, encoder_for
@@ -104,6 +105,8 @@ def draft_of(
         return None
     rounding = by_engine(given.quantize)
     is_target = model is target.model
+    if options.engine == "bfloat16" and misfit_of_bfloat16(model):
+        options = replace(options, engine="auto")
     if reads_sources(model):
         kv: KVType = options.kv if is_target else "float32"
         return _reading_draft(model, target, options.check, rounding or options.engine, kv, shared)
