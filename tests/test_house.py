@@ -37,6 +37,7 @@ FLOORS = [
         "core.guard",
         "core.lazy",
         "engines.choices",
+        "engines.dual_binary",
         "engines.families",
         "engines.source",
         "errors",

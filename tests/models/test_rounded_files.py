@@ -205,7 +205,7 @@ def add_bias(tensors):
         ({"quant_method": "magic"}, None, "rounded by 'magic', which transformers does not know"),
         ({"desc_act": True}, shuffle_groups, "the groups of model.layers.1.mlp.up_proj are out of order (desc_act"),
         ({}, widen_scales, "is F32 with numbers that float16 cannot hold"),
-        ({}, pack_head, "lm_head, the model's head, has 4 bits"),
+        ({}, pack_head, "lm_head, the model's head, is rounded"),
         ({}, forget_norm, "the files lack model.layers.1.input_layernorm.weight"),
         ({}, add_tensor, "the files hold model.layers.0.mlp.act.scales, which the model does not have"),
         ({}, add_bias, "has a bias in the files and none in the model"),
@@ -219,7 +219,7 @@ def test_what_cannot_be_read_is_refused_with_what_was_found_and_what_can_be(sett
     with pytest.raises(sb.SpecbeamError) as caught:
         loaded(tmp_path)
     assert said in str(caught.value)
-    assert "specbeam itself reads 4-bit GPTQ and AWQ weights on a CPU, but" in str(caught.value)
+    assert "specbeam itself reads 4-bit GPTQ and AWQ weights, and those of DB-LLM, on a CPU, but" in str(caught.value)
 
 
 def test_a_bias_of_zeros_that_a_model_lacks_is_none(tmp_path):

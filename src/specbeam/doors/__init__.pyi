@@ -23,6 +23,7 @@ from specbeam.doors.options.checks import as_texts as as_texts
 from specbeam.doors.options.checks import is_integer as is_integer
 from specbeam.doors.options.checks import require as require
 from specbeam.doors.options.generation_config import OF_ENCODER_DECODERS as OF_ENCODER_DECODERS
+from specbeam.doors.options.head_kinds import DBLLM_SCHEDULE as DBLLM_SCHEDULE
 from specbeam.doors.options.head_kinds import DRAFT_SCHEDULE as DRAFT_SCHEDULE
 from specbeam.doors.options.head_kinds import HEAD_KINDS as HEAD_KINDS
 from specbeam.doors.options.head_kinds import WINDOW_KIND as WINDOW_KIND

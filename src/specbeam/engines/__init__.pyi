@@ -1,5 +1,9 @@
 """The public names of this package, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
+from specbeam.engines.dual_binary import BINARY_GROUP as BINARY_GROUP
+from specbeam.engines.dual_binary import DBLLM as DBLLM
+from specbeam.engines.dual_binary import dual_binary_of as dual_binary_of
+from specbeam.engines.dual_binary import rounded_binaries as rounded_binaries
 from specbeam.engines.eligibility import check_takes_heads as check_takes_heads
 from specbeam.engines.eligibility import is_llama_like as is_llama_like
 from specbeam.engines.eligibility import lacks_taps as lacks_taps

@@ -1,14 +1,15 @@
-"""Reading of 4-bit GPTQ and AWQ checkpoints without the libraries of these methods.
+"""Reading of 4-bit GPTQ and AWQ checkpoints without the libraries of these methods, and of DB-LLM checkpoints of 2 bits.
 
-The result is a transformers model with a `PackedLinear` for each 4-bit matrix, whose numbers stay in the files; the compiled
-forward packs them without another rounding (engines/cpu/nibbles.py). The law is exactly that of the weights (number - zero
-point) * scale in float32 arithmetic. Libraries that multiply in float16 also round these weights and sums.
+The result is a transformers model with a `PackedLinear` for each rounded matrix, whose numbers stay in the files; the
+compiled forward packs them without another rounding (engines/cpu/nibbles.py, engines/cpu/binary_panels.py). The law of 4-bit
+weights is exactly that of (number - zero point) * scale in float32 arithmetic. Libraries that multiply in float16 also round
+these weights and sums. Products with matrices of 2 bits round rows to 8 bits.
 """
 
 import copy
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from specbeam.core.errors import BadCheckpoint
 from specbeam.engines.cpu.decoder import misfit_of_shape
 from specbeam.engines.cpu.nibbles import fits_scales
 from specbeam.engines.cpu.rounding import GROUP
+from specbeam.engines.dual_binary import BINARY_GROUP, BITS_OF_WORD, DBLLM, DualBinaryMatrix
 from specbeam.engines.families import family_of
 from specbeam.engines.mapped import mark_mapped
-from specbeam.engines.packed import BITS, PER_WORD, Layout, PackedLinear, PackedMatrix
+from specbeam.engines.packed import BITS, PER_WORD, Layout, PackedLinear, PackedMatrix, StoredMatrix
 from specbeam.models.checkpoints.boundary import reading, reading_file
 from specbeam.models.checkpoints.headers import StoredTensor, file_of
 from specbeam.models.checkpoints.hub import hub_lookups
@@ -32,9 +34,13 @@ from specbeam.models.mapped_files import common_type
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_PARTS = ("qweight", "qzeros", "scales", "g_idx", "planes")
+_WORDS_OF = {
+    ".qweight": PER_WORD,
+    ".planes": BITS_OF_WORD // 2,
+}  # weights in a word, by the names of tensors with numbers
 _NEW_NAMES = {"embed_out.weight": "lm_head.weight"}  # transformers' names of tensors, by their names in older files
-_READABLE = "specbeam itself reads 4-bit GPTQ and AWQ weights on a CPU"
+_READABLE = "specbeam itself reads 4-bit GPTQ and AWQ weights, and those of DB-LLM, on a CPU"
 _Tensors = Mapping[str, StoredTensor]
 
 
@@ -46,11 +52,11 @@ class _Packing(NamedTuple):
     """The packing of a checkpoint's matrices.
 
     Attributes:
-        layout: the order of 4-bit numbers in words.
+        layout: the order of 4-bit numbers in words, or the name of DB-LLM's method.
         group: inputs that share a scale and a zero point; -1: all.
     """
 
-    layout: Layout
+    layout: Layout | Literal["dbllm"]
     group: int
 
 
@@ -86,6 +92,8 @@ def _stored_settings(config: Any) -> dict[str, Any]:
 def _packing_of(stored: dict[str, Any]) -> _Packing:
     """Return the packing that settings describe. Raises `_CannotRead` if it is not supported."""
     method = str(getattr(stored.get("quant_method"), "value", stored.get("quant_method")))
+    if method == DBLLM:
+        return _Packing(DBLLM, _group_of(stored))
     if method not in ("gptq", "awq"):
         raise _CannotRead(f"these weights were rounded by {method!r}")
     bits = stored.get("bits", stored.get("w_bit"))
@@ -101,10 +109,15 @@ def _packing_of(stored: dict[str, Any]) -> _Packing:
     words = stored.get("pack_dtype") or "int32"
     if words != "int32":
         raise _CannotRead(f"these weights are packed in {words}; it must be int32")
+    return _Packing(layouts[form], _group_of(stored))
+
+
+def _group_of(stored: dict[str, Any]) -> int:
+    """Return the size of groups that settings state; -1: all inputs."""
     group = stored.get("group_size", stored.get("q_group_size", -1))
     if not isinstance(group, int) or isinstance(group, bool):
         raise _CannotRead(f"the group_size of these weights is {group!r}; it must be a whole number")
-    return _Packing(layouts[form], group)
+    return group
 
 
 class WithoutWeights(TorchFunctionMode):
@@ -130,9 +143,10 @@ def _without_weights(config: Any, tensors: _Tensors, packing: _Packing) -> "PreT
         model = AutoModelForCausalLM.from_config(plain, dtype=torch.float32, trust_remote_code=False)
     family = family_of(model)
     if family is not None and family.transposed:
-        raise _CannotRead(f"4-bit matrices of {family.name} models are not supported")
-    for whole in [one for one in tensors if one.endswith(".qweight")]:
-        _replace(model, whole.removesuffix(".qweight"), tensors, packing)
+        raise _CannotRead(f"rounded matrices of {family.name} models are not supported")
+    suffix = ".planes" if packing.layout == DBLLM else ".qweight"
+    for whole in [one for one in tensors if one.endswith(suffix)]:
+        _replace(model, whole.removesuffix(suffix), tensors, packing)
     if why := misfit_of_shape(model, None):
         raise _CannotRead(f"the compiled forward does not run this {type(model).__name__}: {why}")
     return model
@@ -143,20 +157,54 @@ def _replace(model: nn.Module, name: str, tensors: _Tensors, packing: _Packing) 
     try:
         module: Any = model.get_submodule(name)
     except AttributeError:
-        raise _CannotRead(f"the files hold {name}.qweight, and the model has no such module") from None
+        raise _CannotRead(f"the files hold numbers of {name}, and the model has no such module") from None
     if not isinstance(module, nn.Linear):
-        raise _CannotRead(f"{name} has 4 bits, and is not an nn.Linear")
+        raise _CannotRead(f"{name} is rounded, and is not an nn.Linear")
     if module is model.get_output_embeddings():  # type: ignore[operator]
-        raise _CannotRead(f"{name}, the model's head, has 4 bits; it must have 16 or 32")
-    matrix = _matrix_of(name, (module.out_features, module.in_features), tensors, packing)
-    _check_order(matrix, tensors)
-    _check_scales(matrix, tensors)
+        raise _CannotRead(f"{name}, the model's head, is rounded; it must have 16 or 32 bits")
+    shape = (module.out_features, module.in_features)
+    matrix: StoredMatrix
+    if packing.layout == DBLLM:
+        matrix = _binary_matrix_of(name, shape, tensors, packing)
+    else:
+        matrix = _checked_matrix(name, shape, tensors, packing)
     bias = module.bias
     whole = f"{name}.bias"
     if bias is None and whole in tensors and bool(_read(tensors, whole).any()):
         raise _CannotRead(f"{name} has a bias in the files and none in the model")
     above, _, last = name.rpartition(".")
     setattr(model.get_submodule(above), last, PackedLinear(matrix, bias))
+
+
+def _checked_matrix(name: str, shape: tuple[int, int], tensors: _Tensors, packing: _Packing) -> PackedMatrix:
+    """Return the place of a 4-bit matrix in the files. Raises `_CannotRead` if panels cannot hold it exactly."""
+    matrix = _matrix_of(name, shape, tensors, packing)
+    _check_order(matrix, tensors)
+    _check_scales(matrix, tensors)
+    return matrix
+
+
+def _binary_matrix_of(name: str, shape: tuple[int, int], tensors: _Tensors, packing: _Packing) -> DualBinaryMatrix:
+    """Return the place of a matrix of two binary matrices in the files. Raises `_CannotRead` if tensors do not fit."""
+    columns, depth = shape
+    if packing.group != BINARY_GROUP or depth % BINARY_GROUP:
+        raise _CannotRead(
+            f"{name} has {depth} inputs in groups of {packing.group}; a group must have {BINARY_GROUP} and divide the inputs"
+        )
+    wanted = {
+        "planes": ("I32", (2, depth // BITS_OF_WORD, columns)),
+        "scales": ("BF16", (2, depth // BINARY_GROUP, columns)),
+    }
+    for part, (kind, expected) in wanted.items():
+        found = tensors.get(f"{name}.{part}")
+        if found is None or found.shape != expected or found.type != kind:
+            what = "is missing" if found is None else f"is {found.type}{[*found.shape]}"
+            raise _CannotRead(f"{name}.{part} {what}; it must be {kind}{[*expected]}")
+    _check_numbers(f"{name}.scales", _read(tensors, f"{name}.scales"))
+    paths = {tensors[f"{name}.{part}"].path for part in wanted}
+    if len(paths) > 1:
+        raise _CannotRead(f"the tensors of {name} are in several files")
+    return DualBinaryMatrix(paths.pop(), name, shape)
 
 
 def _matrix_of(name: str, shape: tuple[int, int], tensors: _Tensors, packing: _Packing) -> PackedMatrix:
@@ -226,7 +274,9 @@ def _is_packed(name: str, model: nn.Module) -> bool:
 def _words_of(tensors: _Tensors, model: nn.Module) -> torch.dtype | None:
     """Return the type of the files if weights keep it; None if they are converted to float32. See `stored_type`."""
     whole = [one for name, one in tensors.items() if not _is_packed(name, model)]
-    packed = sum(PER_WORD * math.prod(one.shape) for name, one in tensors.items() if name.endswith(".qweight"))
+    packed = 0
+    for name, one in tensors.items():
+        packed += _WORDS_OF.get(name[name.rfind(".") :], 0) * math.prod(one.shape)
     numbers = packed + sum(math.prod(one.shape) for one in whole)
     return common_type(whole, numbers)
 

@@ -13,7 +13,14 @@ from specbeam.doors.cli.arguments import Record, add_command, given_options, gro
 from specbeam.doors.cli.common import print_records, quiet_load
 from specbeam.doors.cli.options import Engine, Json, Model, Threads, checked, folder_to_write, prompt_files
 from specbeam.doors.model_files import check_model
-from specbeam.doors.options.head_kinds import DRAFT_SCHEDULE, HEAD_KINDS, HEAD_SCHEDULE, WINDOW_KIND, HeadKind
+from specbeam.doors.options.head_kinds import (
+    DBLLM_SCHEDULE,
+    DRAFT_SCHEDULE,
+    HEAD_KINDS,
+    HEAD_SCHEDULE,
+    WINDOW_KIND,
+    HeadKind,
+)
 from specbeam.doors.options.table import OPTIONS
 from specbeam.doors.prompts import read, spread
 from specbeam.errors import BadSetting
@@ -203,6 +210,24 @@ DRAFT_OPTIONS = (
 )
 
 
+# The options of a copy of the target with weights of 2 bits.
+DBLLM_OPTIONS = (
+    parameter(
+        "deviation",
+        Annotated[
+            float,
+            typer.Option(
+                min=0, help="How much more a law of average uncertainty counts in the loss; 0: all count alike."
+            ),
+        ],
+        1.0,
+    ),
+    parameter(
+        "power", Annotated[float, typer.Option(min=0, help="Exponent of the uncertainty of a law in its weight.")], 1.0
+    ),
+)
+
+
 def _record_of(schedule: Any, own: Iterable[Parameter]) -> type[TrainingArguments]:
     """Return the record of a training command with its own options, and with its default rates and batch size."""
     return type("TrainingArgumentsOfKind", (TrainingArguments,), {**schedule, "plan": group(own, _plan_of)})
@@ -218,6 +243,18 @@ def train_draft(given: TrainingArguments) -> int:
 
     def train(target: "Pair", prompts: list[str], report: "Report") -> "Trained":
         from specbeam.lab.train.draft import train_draft as trained
+
+        usual = given.named("trees", "draws", "schedule", "variation")
+        return trained(target, prompts, given.out, report=report, **usual, **given.plan)
+
+    return _run(given, train)
+
+
+def train_dbllm(given: TrainingArguments) -> int:
+    """Train a copy of the target with layers of 2 bits (DB-LLM), which serves as draft or as target."""
+
+    def train(target: "Pair", prompts: list[str], report: "Report") -> "Trained":
+        from specbeam.lab.train.dbllm import train_dbllm as trained
 
         usual = given.named("trees", "draws", "schedule", "variation")
         return trained(target, prompts, given.out, report=report, **usual, **given.plan)
@@ -249,8 +286,10 @@ def train_window(given: TrainingArguments) -> int:
 
 
 def add_training(app: typer.Typer) -> None:
-    """Add the training commands to an app: for draft models, for each kind of head, and for windows."""
+    """Add the training commands to an app: for draft models, copies of 2 bits, each kind of head, and windows."""
     _add(app, "draft", _record_of(DRAFT_SCHEDULE, DRAFT_OPTIONS), train_draft, train_draft.__doc__ or "")
+    dbllm = _record_of({**DBLLM_SCHEDULE, "variation": 0.0}, DBLLM_OPTIONS)
+    _add(app, "dbllm", dbllm, train_dbllm, train_dbllm.__doc__ or "")
     for kind, known in HEAD_KINDS.items():
         record = _record_of({**HEAD_SCHEDULE, **known.schedule}, _own_options(known))
         _add(app, kind, record, partial(train_head, kind), f"Train {known.about}.")

@@ -26,6 +26,7 @@ from specbeam.engines.arrays import Integers, LogitRows, Panels, States, Tapped,
 from specbeam.engines.blocks import BlockMatrix, BlockNumbers, joined_blocks
 from specbeam.engines.choices import Rounding
 from specbeam.engines.cpu import tiles
+from specbeam.engines.cpu.binary_panels import write_binaries
 from specbeam.engines.cpu.block_panels import write_blocks
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
@@ -50,6 +51,7 @@ from specbeam.engines.cpu.sources import Sources, layers_of_sources, no_distance
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.team import TEAM, threads_for
 from specbeam.engines.cpu.weights import CrossWeights, Weights, layers_of_weights
+from specbeam.engines.dual_binary import DualBinary, DualBinaryMatrix, joined_binaries, meets_rounded_rows
 from specbeam.engines.families import (
     Architecture,
     CrossParts,
@@ -593,6 +595,8 @@ def kind_of_stored(matrices: Sequence[Matrix], kind: Kind) -> Kind:
     """
     if kind.startswith("int") or isinstance(matrices[0], Tensor):
         return kind
+    if isinstance(matrices[0], DualBinaryMatrix):
+        return "dual binary"
     in_blocks = [one for one in matrices if isinstance(one, BlockMatrix)]
     if all(one.is_symmetric for one in in_blocks):
         return "nibbles"
@@ -629,14 +633,18 @@ def panels_of(
     return panels
 
 
-def _joined_stored(parts: Sequence[Any]) -> Grouped | BlockNumbers:
+def _joined_stored(parts: Sequence[Any]) -> Grouped | BlockNumbers | DualBinary:
     """Read matrices of one kind, and return them concatenated along their columns."""
+    if isinstance(parts[0], DualBinaryMatrix):
+        return joined_binaries([part.read() for part in parts])
     if isinstance(parts[0], PackedMatrix):
         return joined([part.read() for part in parts])
     return joined_blocks([part.read() for part in parts])
 
 
-def _write_stored(panels: Panels, matrix: Grouped | BlockNumbers, columns: int, depth: int, kind: Kind) -> None:
+def _write_stored(
+    panels: Panels, matrix: Grouped | BlockNumbers | DualBinary, columns: int, depth: int, kind: Kind
+) -> None:
     """Write a matrix of small integers to panels of a kind that represents it exactly, or rounded again.
 
     Args:
@@ -644,7 +652,11 @@ def _write_stored(panels: Panels, matrix: Grouped | BlockNumbers, columns: int, 
     """
     words = panels.view(np.int32)
     if kind == "nibbles":
+        assert not isinstance(matrix, DualBinary)
         write_nibbles(words, as_grouped(matrix) if isinstance(matrix, BlockNumbers) else matrix)
+    elif kind == "dual binary":
+        assert isinstance(matrix, DualBinary)
+        write_binaries(words, matrix)
     elif kind in BLOCK_KINDS:
         assert isinstance(matrix, BlockNumbers)
         write_blocks(words, matrix, 4 if kind == _FOUR else 8)
@@ -652,7 +664,9 @@ def _write_stored(panels: Panels, matrix: Grouped | BlockNumbers, columns: int, 
         write_panels(panels, partial(_weights_of_columns, matrix), columns, depth, kind)
 
 
-def _weights_of_columns(matrix: Grouped | BlockNumbers, first: int, stop: int) -> Float32[np.ndarray, "some depth"]:
+def _weights_of_columns(
+    matrix: Grouped | BlockNumbers | DualBinary, first: int, stop: int
+) -> Float32[np.ndarray, "some depth"]:
     return matrix.columns(first, stop).weights()
 
 
@@ -806,12 +820,19 @@ def misfit_of_shape(model: "PreTrainedModel", rounding: Rounding | None) -> str:
 
 def _misfit_of_sizes(model: "PreTrainedModel", rounding: Rounding | None) -> str:
     """Return the reason why the sizes of a model do not fit panels; "" if they do."""
-    unit = steps_in("int4" if rounding == "int4" or matrices_of(model) else "float32")
+    unit = steps_in(_strictest_kind(model, rounding))
     of = architecture_of(model)
     leave = matrix_at(model, of.family.leave, of.family)
     if leave is not None and len(leave) % max(unit, WIDTH):
         return f"its head reads {len(leave)} numbers; this must be a multiple of {max(unit, WIDTH)}"
     return misfit_of_depths(model, of, unit)
+
+
+def _strictest_kind(model: "PreTrainedModel", rounding: Rounding | None) -> Kind:
+    """Return a kind of panels whose depths fit all panels of a model."""
+    if rounding is None and meets_rounded_rows(model):
+        return "dual binary"
+    return "int4" if rounding == "int4" or matrices_of(model) else "float32"
 
 
 def misfit_of_depths(model: "PreTrainedModel", of: Architecture, unit: int) -> str:

@@ -8,9 +8,9 @@ Weights that bfloat16 represents exactly, as in most checkpoints, are stored in 
 and the products are the same. float16 checkpoints are stored in float16. With tile registers, sixteen rows are multiplied
 at once (engines/cpu/tiles.py), which pays for matrices too large for the processor's caches. Weights rounded to 8 bits are
 read in a quarter of the time; weights of 4 bits, in groups with a scale each, in a seventh. For both, each row of x is
-rounded to 8 bits, relative to its own largest number, which takes a quarter of the arithmetic. 4-bit weights of
-quantised checkpoints, and the blocks of GGUF files, are exact, and rows are not rounded (engines/cpu/nibbles.py,
-engines/cpu/block_panels.py).
+rounded to 8 bits, relative to its own largest number, which takes a quarter of the arithmetic; so it is for weights of two
+bits, as DB-LLM trains them (engines/cpu/binary_panels.py). 4-bit weights of quantised checkpoints, and the blocks of GGUF
+files, are exact, and rows are not rounded (engines/cpu/nibbles.py, engines/cpu/block_panels.py).
 
 The functions above `_source_of` are declarations only: numba chooses a compiled form by the dtype of the panels.
 """
@@ -30,6 +30,7 @@ from specbeam.core.compiling.threads import allowed_threads
 from specbeam.core.compiling.uncounted import chosen_without_counts, compiled_without_counts
 from specbeam.engines.arrays import AnyArray, Dense, Panels
 from specbeam.engines.cpu import tiles
+from specbeam.engines.cpu.binary_panels import WORDS_OF_GROUP, transpose_bits, write_binaries
 from specbeam.engines.cpu.block_panels import blocks_as_float32, rounded_blocks, write_blocks
 from specbeam.engines.cpu.cache_words import round_to_bfloat16
 from specbeam.engines.cpu.embedding import widen_halves
@@ -53,7 +54,8 @@ from specbeam.engines.cpu.shares import (
     share_out,
     shares_of,
 )
-from specbeam.engines.cpu.sums import MOST, STEP, WIDTH, PanelPlaces, write_sums
+from specbeam.engines.cpu.sums import DOTS_BYTES, MOST, STEP, WIDTH, PanelPlaces, write_sums
+from specbeam.engines.dual_binary import BINARY_GROUP, rounded_binaries
 
 if compiling.AVAILABLE:
     from numba import types
@@ -81,6 +83,7 @@ Kind = Literal[
     "nibbles",
     "blocks of 4 bits",
     "blocks of 8 bits",
+    "dual binary",
 ]
 BLOCK_KINDS: tuple[Kind, ...] = ("blocks of 4 bits", "blocks of 8 bits")  # their matrices are `BlockNumbers`
 Array = Any  # numba infers the types
@@ -114,6 +117,7 @@ _WORDS: dict[Kind, Words] = {
     "nibbles": Words(np.int32, np.uint64, GROUP, GROUP // 8 + 1),
     "blocks of 4 bits": Words(np.int32, np.int64, GROUP, GROUP // 8 + 2),
     "blocks of 8 bits": Words(np.int32, np.float64, GROUP, GROUP // BYTES_PER_WORD + 2),
+    "dual binary": Words(np.int32, np.complex128, BINARY_GROUP, WORDS_OF_GROUP),
 }
 
 
@@ -149,7 +153,7 @@ def write_transposed(x: Array, start: int, rows: int, transposed: Array) -> None
     If `transposed` is uint16, numbers are rounded to bfloat16, two steps of depth side by side, the earlier one first.
     If it is int32, numbers are rounded to uint8 around 128, four steps of depth in a word, followed by the scale
     of each row. If it is uint32, they are int8, and after the scales comes -8 times the sum of the numbers for each group
-    and row.
+    and row. If it is int16, they are split into their bits; see `binary_panels.transpose_bits`.
     """
 
 
@@ -185,7 +189,8 @@ if compiling.AVAILABLE:
         types.int8: (tiles.packed_bytes, tiles.multiply_panel_of_bytes),
     }
 
-    _ROUNDED = (types.int32, types.int16, types.complex64)  # panels that vectors multiply with rounded rows
+    # Panels that vectors multiply with rounded rows.
+    _ROUNDED = (types.int32, types.int16, types.complex64, types.complex128)
 
     @chosen_for(packed_rows)
     def _compiled_packed_rows(x: Any, panels: Any) -> Any:
@@ -220,15 +225,18 @@ if compiling.AVAILABLE:
             types.int32: _write_transposed_bytes,
             types.uint32: _write_transposed_signed,
             types.uint16: _write_transposed_pairs,
+            types.int16: _write_transposed_bits,
         }
         return _source_of(by_kind.get(transposed.dtype, _write_transposed_floats))
 
     @chosen_for(scratch_for)
     def _compiled_scratch_for(panels: Any, rows: Any, depth: Any) -> Any:
+        of_bits = _scratch_for_signed if DOTS_BYTES else _scratch_for_bits
         by_kind = {
             types.int32: _scratch_for_bytes,
             types.int16: _scratch_for_signed,
             types.complex64: _scratch_for_pairs,
+            types.complex128: of_bits,
         }
         return _source_of(by_kind.get(panels.dtype, _scratch_for_floats))
 
@@ -266,6 +274,14 @@ def _scratch_for_signed(panels: Array, rows: int, depth: int) -> Array:
 
 def _scratch_for_pairs(panels: Array, rows: int, depth: int) -> Array:
     return np.empty(rows * depth, dtype=np.uint16)
+
+
+def _scratch_for_bits(panels: Array, rows: int, depth: int) -> Array:
+    return np.empty(rows * (depth // STEP + 1), dtype=np.uint32).view(np.int16)
+
+
+def _write_transposed_bits(x: Array, start: int, rows: int, transposed: Array) -> None:
+    transpose_bits(x, start, rows, transposed.view(np.uint32), np.empty(x.shape[1], dtype=np.uint8))
 
 
 def _unchanged(panel: Array, depth: int) -> Array:
@@ -527,6 +543,7 @@ _ROWS_FOR = {
     np.int16: np.uint32,
     np.uint16: np.uint32,
     np.int8: np.uint32,
+    np.complex128: np.uint32 if DOTS_BYTES else np.int16,
 }
 FORM_OF = {np.dtype(kind).name: number for number, kind in enumerate(_ROWS_FOR)}
 share_functions = {np.dtype(kind).name: _share_function(kind, rows) for kind, rows in _ROWS_FOR.items()}
@@ -578,7 +595,8 @@ def in_panels(matrix: Dense, kind: Kind = "float32") -> Panels:
             of the columns; "int8 tiles", the same as int8, for tile registers; "int4", a matrix rounded in groups
             (`rounded_groups`), eight steps of depth in a word, as int16, see `lay_out_groups`; "nibbles", the same
             numbers and scales as uint64, for products with unrounded rows; "blocks of 4 bits" and "blocks of 8 bits",
-            rounded in groups (`block_panels.rounded_blocks`), as int64 and float64, also for unrounded rows.
+            rounded in groups (`block_panels.rounded_blocks`), as int64 and float64, also for unrounded rows; "dual
+            binary", two binary matrices with scales (`rounded_binaries`), as complex128.
 
     Raises `ValueError` if the depth is not a multiple of `steps_in(kind)`.
     """
@@ -654,6 +672,9 @@ def _lay_out(panels: Panels, matrix: Shaped[np.ndarray, "columns depth"], kind: 
         size = 4 if kind == "blocks of 4 bits" else 8
         write_blocks(panels, rounded_blocks(matrix, size), size)
         return
+    if kind == "dual binary":
+        write_binaries(panels, rounded_binaries(matrix))
+        return
     if kind == "float16":
         _lay_out_halves(panels, matrix if matrix.dtype == np.uint16 else matrix.astype(np.float16).view(np.uint16))
         return
@@ -674,6 +695,8 @@ def _lay_out_halves(panels: Panels, matrix: Shaped[np.ndarray, "columns depth"])
 
 def steps_in(kind: Kind) -> int:
     """Return the divisor of the depths of matrices in panels of a kind."""
+    if kind == "dual binary":
+        return BINARY_GROUP
     return GROUP if kind in ("int4", "nibbles", *BLOCK_KINDS) else STEP
 
 

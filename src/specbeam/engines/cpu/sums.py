@@ -21,6 +21,7 @@ from specbeam.engines.cpu.llvm import (
     spread_out,
 )
 from specbeam.engines.cpu.rounding import GROUP, OF_SCALE, OF_ZERO
+from specbeam.engines.dual_binary import BINARY_GROUP
 
 if compiling.AVAILABLE:
     from llvmlite import ir
@@ -32,7 +33,8 @@ if compiling.AVAILABLE:
 
     HALF_WORD = ir.IntType(16)
     # dtypes of panels, by which numba chooses the code, whose elements are two words
-    _OF_TWO_WORDS = (types.uint64, types.int64, types.float64, types.complex64)
+    # Words of a number, of more than one.
+    _WORDS_OF = {types.uint64: 2, types.int64: 2, types.float64: 2, types.complex64: 2, types.complex128: 4}
     LANES = lanes(features())  # 4-byte numbers in a register
     MOST = 6 if LANES == 8 else 12  # maximum number of rows at a time, whose sums fit in the registers
     DOTS_BYTES = dots_bytes(features())
@@ -51,7 +53,10 @@ STEP = 4  # minimum number of steps of depth in a round of the loop; divides eve
 _AHEAD = 32  # prefetch distance in words of a column
 _STEPS_PER_NIBBLES = 8  # steps of depth in a word of numbers of 4 bits
 _STEPS_PER_BYTES = 4  # of 8 bits
+_STEPS_PER_BITS = 32  # of 1 bit
 _LOWER = 0x0F0F0F0F  # the lower half of each byte
+_LOWEST = 0x01010101  # the lowest bit of each byte
+_BITS_OF_ROWS = 8
 FLOAT16_SCALE = np.float32(2.0**112)  # float32 exponents count from 127, those of float16 from 15
 
 
@@ -84,6 +89,7 @@ class _Loop(CodeWriter):
     def __init__(self, builder: Any, rows: int, steps_per_word: int = 1, x_pitch: Any = None) -> None:
         super().__init__(builder)
         self.rows = rows
+        self.summed = range(rows)  # the rows whose sums are in registers
         self.steps_per_word = steps_per_word
         self.steps = max(STEP, steps_per_word)  # of depth in a round of the loop
         self.x_pitch = x_pitch
@@ -123,9 +129,9 @@ class _Loop(CodeWriter):
     def _added(self, sums: list[Value], columns: list[Value], step: Value) -> list[Value]:
         """Return the sums of all rows plus the products of one step of depth."""
         added = []
-        for row in range(self.rows):
+        for number, row in enumerate(self.summed):
             spread = self._spread(self._place_of_x(step, row))
-            part = sums[row * ACROSS : (row + 1) * ACROSS]
+            part = sums[number * ACROSS : (number + 1) * ACROSS]
             added += [self._product(total, spread, column) for column, total in zip(columns, part, strict=True)]
         return added
 
@@ -403,6 +409,75 @@ class _LoopOfNibbles(_LoopOfBytes):
         return [bits.seen_as(self.vector) for bits in (both << 16, both & 0xFFFF0000)]
 
 
+class _LoopOfBinaries(_LoopOfNibbles):
+    """A `_LoopOfNibbles` for panels of two binary matrices with scales; see engines/cpu/binary_panels.py.
+
+    An instruction multiplies the bytes of a row by the entries of four steps, one in each byte.
+    """
+
+    def _results(self) -> list[Value]:
+        """See `_Loop._results`. Many rows take two loops: a group has two integers and a float for each result."""
+        if self.rows <= MOST // 2:
+            return self._results_of_summed()
+        found = []
+        for first, stop in ((0, self.rows // 2), (self.rows // 2, self.rows)):
+            self.summed = range(first, stop)
+            found += self._results_of_summed()
+        return found
+
+    def _results_of_summed(self) -> list[Value]:
+        words = BINARY_GROUP // _STEPS_PER_BITS  # of a group in a column of a binary matrix
+        rows = len(self.summed)
+        scales_at = self.depth // self.steps_per_word * self.rows
+        zeros = [constant(self.builder, self.vector, 0.0)] * (rows * ACROSS)
+        with self.rounds(self.depth // BINARY_GROUP, 1, zeros) as loop:
+            first = loop.at * self.stride * (2 * words + 1)
+            both = self._across(first + self.stride * (2 * words), self.words)
+            shares = [[one << 16 for one in both], [one & 0xFFFF0000 for one in both]]
+            for number, scales in enumerate(shares):
+                whole = [self._zeros()] * (rows * ACROSS)
+                for word in range(words):
+                    bits = self._panel_at(first + self.stride * (number * words + word), self.words)
+                    whole = self._counted(whole, bits, loop.at * BINARY_GROUP + word * _STEPS_PER_BITS)
+                sums = []
+                for start, total, scale in zip(loop.carried, whole, scales * rows, strict=True):
+                    sums.append(self.fused(scale.seen_as(self.vector), total.in_floats(self.vector), start))
+                loop.carried = sums
+        factors = [self._spread(scales_at + row, FLOAT) for row in self.summed]
+        return [total * factors[place // ACROSS] for place, total in enumerate(loop.carried)]
+
+    def _counted(self, sums: list[Value], bits: list[Value], step: Value) -> list[Value]:
+        """Return the sums of all rows plus the numbers of a row at the steps, from `step` on, whose bit is 1."""
+        for turn in range(_STEPS_PER_BITS // self.steps_per_word):
+            entries = [one >> turn & _LOWEST for one in bits]
+            sums = self._added(sums, entries, step + turn * self.steps_per_word)
+        return sums
+
+
+class _LoopOfPlanes(_LoopOfBinaries):
+    """A `_LoopOfBinaries` for processors without products of bytes: rows are split into their bits.
+
+    The numbers of a row where a bit of the panel is 1 add up to the counts of common bits, each times its value.
+    """
+
+    def _counted(self, sums: list[Value], bits: list[Value], step: Value) -> list[Value]:
+        found = []
+        word = step // self.steps_per_word
+        for number, row in enumerate(self.summed):
+            planes = [self._spread(self._place_of_x(word + plane, row), WORD) for plane in range(_BITS_OF_ROWS)]
+            *lower, sign = planes
+            for across, of_panel in enumerate(bits):
+                total = self._zeros() - self._count(of_panel & sign)  # in two's complement, the highest bit is negative
+                for plane in reversed(lower):
+                    total = total + total + self._count(of_panel & plane)
+                found.append(sums[number * ACROSS + across] + total)
+        return found
+
+    def _count(self, bits: Value) -> Value:
+        """Return the number of ones in each lane."""
+        return Value(self.builder, self.call(f"llvm.ctpop.v{LANES}i32", self.words, bits.register))
+
+
 if compiling.AVAILABLE:
 
     @intrinsic
@@ -414,8 +489,9 @@ if compiling.AVAILABLE:
 
         Weights are float32; uint32 with two bfloat16 each; complex64 with four, and x uint16, bfloat16; uint8, two for a
         float16; uint64 with sixteen 4-bit numbers each, see engines/cpu/nibbles.py; int64 or float64, with numbers of 4 or
-        8 bits in blocks, see engines/cpu/block_panels.py; int32 with four int8 each, and x int32; or int16 with four 4-bit
-        numbers each, and x uint32; the last two as `panels.write_transposed` makes them.
+        8 bits in blocks, see engines/cpu/block_panels.py; int32 with four int8 each, and x int32; int16 with four 4-bit
+        numbers each, and x uint32; or complex128, with bits, see engines/cpu/binary_panels.py, and x uint32, or int16 on
+        processors without `DOTS_BYTES`; the last three as `panels.write_transposed` makes them.
 
         With more than half of `MOST` rows, the line of weights[later + word * later_stride] is prefetched for each word of
         a column, so that the next panel is already in the cache.
@@ -425,8 +501,8 @@ if compiling.AVAILABLE:
             loop = _loop(builder, rows, kind)
             # The pointer to the weights is that of this panel, in words.
             distance = builder.sub(places.later, places.weights)
-            if kind in _OF_TWO_WORDS:
-                distance = builder.mul(distance, ir.Constant(INDEX, 2))
+            if kind in _WORDS_OF:
+                distance = builder.mul(distance, ir.Constant(INDEX, _WORDS_OF[kind]))
             loop.later = (distance, places.later_stride)
             return loop
 
@@ -454,9 +530,9 @@ def _code_of_sums(loop_of: Callable[[Any, int, Any, PanelPlaces], _Loop]) -> Cal
         starts = ((1, places.weights), (2, places.x), (3, places.out))
         weights, x, out = places_in(context, builder, signature, args, starts)
         kind = signature.args[1].dtype
-        if kind == types.int16 or kind in _OF_TWO_WORDS:  # registers hold words anyway
+        if kind == types.int16 or kind in _WORDS_OF:  # registers hold words anyway
             weights = builder.bitcast(weights, WORD.as_pointer())
-        if kind == types.complex64:
+        if signature.args[2].dtype in (types.uint16, types.int16):
             x = builder.bitcast(x, WORD.as_pointer())
         if kind == types.uint8:
             weights = builder.bitcast(weights, HALF_WORD.as_pointer())
@@ -496,5 +572,6 @@ def _loop(builder: Any, rows: int, kind: Any) -> _Loop:
         types.float64: (_LoopOfBlocks, _STEPS_PER_BYTES),
         types.int32: (_LoopOfBytes, 4),
         types.int16: (_LoopOfNibbles, 4),
+        types.complex128: (_LoopOfBinaries if DOTS_BYTES else _LoopOfPlanes, 4),
     }[kind]
     return loop(builder, rows, steps_per_word)

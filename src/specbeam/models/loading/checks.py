@@ -12,6 +12,7 @@ from specbeam.core.forest import Forest
 from specbeam.engines.choices import OWN_ROUNDINGS, ROUNDED_ENGINES
 from specbeam.engines.cpu.audio_encoder import AudioEncoder
 from specbeam.engines.cpu.encoder import CompiledEncoder, TextEncoder
+from specbeam.engines.dual_binary import meets_rounded_rows
 from specbeam.engines.mapped import is_mapped
 from specbeam.engines.packed import matrices_of
 from specbeam.engines.shared_tokens import readable
@@ -212,7 +213,7 @@ def _owner(lm: HuggingFaceLM, prompt: list[int], source: Source | None) -> Any:
 
 def _rounds(lm: HuggingFaceLM) -> bool:
     """Return whether a language model's engine rounds weights, rows, or keys and values."""
-    return lm.engine in ROUNDED_ENGINES or lm.kv != "float32"
+    return lm.engine in ROUNDED_ENGINES or lm.kv != "float32" or meets_rounded_rows(lm.model)
 
 
 @torch.inference_mode()
