@@ -21,17 +21,19 @@ from specbeam.core.forest import Forest
 from specbeam.engines.cpu import decoder, shares, sums, team, tiles
 from specbeam.engines.cpu import layers as loops
 from specbeam.engines.cpu import panels as panels_module
+from specbeam.engines.cpu.binary_panels import transpose_bits, write_binaries
 from specbeam.engines.cpu.block_panels import rounded_blocks
-from specbeam.engines.cpu.panels import fits_bfloat16, in_panels, multiply
+from specbeam.engines.cpu.panels import empty_panels, fits_bfloat16, in_panels, multiply
 from specbeam.engines.cpu.rounding import GROUP, rounded_groups
 from specbeam.engines.cpu.sums import WIDTH
+from specbeam.engines.dual_binary import BINARY_GROUP, dual_binary_of, rounded_binaries
 from specbeam.models.huggingface import HuggingFaceLM
 from tests.models.test_compiled_forward import scored
 from tests.support.rounding import in_bfloat16, rounded
 from tests.support.tiny_models import tiny
 
 BLOCKS = {"blocks of 4 bits": 4, "blocks of 8 bits": 8}
-KINDS = ["float32", "bfloat16", "bfloat16 pairs", "float16", "int8", "int4", "nibbles", *BLOCKS] + [
+KINDS = ["float32", "bfloat16", "bfloat16 pairs", "float16", "int8", "int4", "nibbles", *BLOCKS, "dual binary"] + [
     "tiles",
     "int8 tiles",
 ] * tiles.available()
@@ -50,6 +52,7 @@ def product(x, panels, threads=1):
 def test_products_are_those_of_numpy(rows, columns, depth, kind):
     rng = np.random.default_rng(rows)
     depth = -(-depth // GROUP) * GROUP if kind in ("int4", "nibbles", *BLOCKS) else depth
+    depth = -(-depth // BINARY_GROUP) * BINARY_GROUP if kind == "dual binary" else depth
     matrix = in_bfloat16(rng.standard_normal((columns, depth)))
     assert fits_bfloat16(matrix)
     x = rng.standard_normal((rows, depth)).astype(np.float32)
@@ -82,6 +85,8 @@ def test_products_are_those_of_numpy(rows, columns, depth, kind):
         near = rounded_blocks(matrix, BLOCKS[kind]).weights()
         assert np.abs(near - matrix).max() <= 1.2 * np.abs(matrix).max() / 2 ** BLOCKS[kind]
         matrix = near
+    if kind == "dual binary":
+        expected, matrix = on_the_grid(x), rounded_binaries(matrix).weights()
     found = product(x, in_panels(given, kind))
     if kind == "nibbles" or kind in BLOCKS:  # rows are not rounded, and weights are exact
         assert (found == product(x, in_panels(matrix, "float32"))).all()
@@ -112,13 +117,72 @@ def test_a_row_with_nan_has_products_of_nan_and_the_others_have_none(rows, kind)
     assert not np.isnan(np.delete(found, 1, 0)).any()
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "dual binary"])
 def test_rows_and_columns_of_zeros_stay_zeros(kind):
-    matrix = np.ones((5, GROUP), dtype=np.float32)
+    depth = BINARY_GROUP  # a multiple of all groups
+    matrix = np.ones((5, depth), dtype=np.float32)
     matrix[3] = 0
-    found = product(np.array([[0], [1]], dtype=np.float32).repeat(GROUP, 1), in_panels(matrix, kind))
+    found = product(np.array([[0], [1]], dtype=np.float32).repeat(depth, 1), in_panels(matrix, kind))
     assert not found[0].any()
-    np.testing.assert_allclose(found[1, :5], [GROUP, GROUP, GROUP, 0, GROUP], rtol=1e-6)
+    np.testing.assert_allclose(found[1, :5], [depth, depth, depth, 0, depth], rtol=1e-6)
+
+
+def some_binaries(columns, depth, rng):
+    """A matrix of two binary matrices whose scales have nothing to do with each other."""
+    scales = in_bfloat16(rng.standard_normal((2, columns, depth // BINARY_GROUP)))
+    return dual_binary_of(rng.random((2, columns, depth)) < 0.4, scales)
+
+
+def panels_of_binaries(matrix):
+    panels = empty_panels(1, matrix.planes.shape[2], matrix.depth, "dual binary")[0]
+    write_binaries(panels.view(np.int32), matrix)
+    return panels
+
+
+def law_of_binaries(x, matrix):
+    """What the product is, step by step: integers by group, then two sums that are rounded once each."""
+    largest = np.abs(x).max(1, keepdims=True)
+    numbers = np.rint(x * (np.float32(127) / largest)).astype(int)
+    steps = np.arange(matrix.depth)
+    bits = matrix.planes[:, steps // 32] >> (steps % 32).astype(np.uint32)[:, None] & 1
+    total = np.zeros((len(x), bits.shape[2]), dtype=np.float32)
+    for group in range(matrix.depth // BINARY_GROUP):
+        here = slice(group * BINARY_GROUP, (group + 1) * BINARY_GROUP)
+        for which in range(2):
+            counted = numbers[:, here] @ bits[which, here].astype(int)
+            total = (total + matrix.scales[which, group].astype(float) * counted).astype(np.float32)
+    return total * (largest / np.float32(127))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12, 13])
+def test_products_with_two_binary_matrices_are_their_law_to_the_last_bit(rows):
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, 3 * BINARY_GROUP)).astype(np.float32)
+    matrix = some_binaries(70, 3 * BINARY_GROUP, rng)
+    found = product(x, panels_of_binaries(matrix))
+    assert (found[:, :70] == law_of_binaries(x, matrix)).all()
+    np.testing.assert_allclose(found[:, :70], on_the_grid(x) @ matrix.weights().T, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12])
+def test_common_bits_are_counted_alike_on_machines_without_products_of_bytes(rows, monkeypatch):
+    """By other LLVM code, compiled anew under another name, from rows that are split into their bits."""
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, 2 * BINARY_GROUP)).astype(np.float32)
+    matrix = some_binaries(70, 2 * BINARY_GROUP, rng)
+    panels = panels_of_binaries(matrix)
+    monkeypatch.setattr(sums, "DOTS_BYTES", False)
+    split = np.empty(rows * (x.shape[1] // 4 + 1), dtype=np.uint32)
+    transpose_bits(x, 0, rows, split, np.empty(x.shape[1], dtype=np.uint8))
+    written = []
+    count_of = sums._LoopOfPlanes._count
+    monkeypatch.setattr(sums._LoopOfPlanes, "_count", lambda *given: written.append(1) or count_of(*given))
+    times = numba.njit(error_model="numpy")(inspect.unwrap(panels_module._multiply_panel_in_parts.py_func))
+    out = np.full((rows, len(panels) * WIDTH), np.nan, dtype=np.float32)
+    for panel in range(len(panels)):
+        times(panels, panel, split.view(np.uint16), *x.shape, out, 0)
+    assert written
+    assert (out[:, :70] == law_of_binaries(x, matrix)).all()
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("int8", 1), ("int8", 5), ("int8", 12), ("int8", 30), ("int4", 5)])
@@ -170,7 +234,7 @@ def test_threads_change_nothing(kind, monkeypatch):
     """Three threads, more than this machine may have processors, over and over: shares are never lost nor done twice."""
     monkeypatch.setattr(team, "allowed_threads", lambda: 3)
     rng = np.random.default_rng(0)
-    columns = 8000 if kind == "nibbles" or kind in BLOCKS else 2400  # so that there are enough words to share
+    columns = {"nibbles": 8000, "dual binary": 16000, **dict.fromkeys(BLOCKS, 8000)}.get(kind, 2400)  # enough to share
     matrix, x = (
         rng.standard_normal((columns, 512)).astype(np.float32),
         rng.standard_normal((37, 512)).astype(np.float32),
@@ -328,9 +392,9 @@ def test_a_matrix_that_is_laid_out_in_parts_has_the_same_panels(kind, monkeypatc
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_write_the_same_panels(kind, monkeypatch):
-    matrix = in_bfloat16(np.random.default_rng(1).standard_normal((7 * WIDTH - 3, 96)))
+    matrix = in_bfloat16(np.random.default_rng(1).standard_normal((7 * WIDTH - 3, 192)))
     at_once = in_panels(matrix, kind)
-    monkeypatch.setattr(panels_module, "_LAID_OUT_TOGETHER", WIDTH * 96)
+    monkeypatch.setattr(panels_module, "_LAID_OUT_TOGETHER", WIDTH * 192)
     monkeypatch.setattr(panels_module, "allowed_threads", lambda: 3)
     assert in_panels(matrix, kind).tobytes() == at_once.tobytes()
 
