@@ -1,11 +1,11 @@
-"""Perplexity of a model whose layers are rounded to few bits, by several methods, beside a copy that `specbeam train dbllm` made.
+"""Perplexity of a model with layers of few bits, by several methods, beside a copy that `specbeam train dbllm` made.
 
     python examples/two_bits/measure.py MODEL --copy FOLDER --data texts.txt --calibration other_texts.txt
 
-Layers are rounded in groups of 64 weights; the embedding and the head stay as they are. "rtn" is rounding to the nearest number
-of a grid from the least to the largest weight of a group; "grid" is the grid of 2 bits from which `train dbllm` starts; "gptq"
-rounds column by column and corrects the columns that follow (arXiv 2210.17323). These run in float32. "int4", "int8" and
-"copy, rows of 8 bits" are specbeam's compiled forwards.
+Layers are rounded in groups of 64 weights; the embedding and the head stay as they are. "rtn" is rounding to the nearest
+number of a grid from the least to the largest weight of a group; "grid" is the grid of 2 bits from which `train dbllm`
+starts; "gptq" rounds column by column and corrects the columns that follow (arXiv 2210.17323). These run in float32.
+"int4", "int8" and "copy, rows of 8 bits" are specbeam's compiled forwards.
 """
 
 import math
@@ -138,7 +138,7 @@ def main(
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
     count: Annotated[int, typer.Option(help="Number of windows to score.")] = 40,
 ) -> None:
-    """Print the perplexity of each method, with the standard error of its loss ratio to the full model, and bits per weight."""
+    """Print bits per weight, perplexity, and the loss beyond that of the full model, with its standard error."""
     full = sb.load(model, check=False)
     windows = windows_of(data, full.tokenizer, length, count)
     held = windows_of(calibration, full.tokenizer, length, 32)
