@@ -9,7 +9,7 @@ import torch
 import specbeam as sb
 from specbeam.errors import BadSetting, UnsupportedModel
 from specbeam.lab.train import DrawPlan, Schedule, train_dbllm
-from specbeam.lab.train.dbllm import Binarised, DualBinaryStudent, names_of_matrices
+from specbeam.lab.train.dbllm import Binarised, DeviationLoss, names_of_matrices, uncertainty
 from specbeam.models.loading.models import load_model
 from tests.support import words
 from tests.support.tiny_models import tiny
@@ -50,9 +50,9 @@ def test_a_trained_copy_is_what_was_trained_and_serves_as_target_and_as_draft(tm
     _, first, *_, last = trained.curve
     assert last.loss < first.loss
     again = train_dbllm(pair, PROMPTS, tmp_path, draws=DRAWS, schedule=Schedule(epochs=6))
-    assert again.curve == trained.curve
+    assert again.curve[1:] == trained.curve[1:]  # the first loss is NaN
     state = torch.load(tmp_path / "training" / "state.pt", weights_only=False)["model"]
-    written = load_model(tmp_path)
+    written = load_model(str(tmp_path))
     for name in names:
         parts = [state[f"{name}.parametrizations.weight.{part}"] for part in ("original", "0.scales")]
         binarised = Binarised(parts[0])
@@ -67,17 +67,14 @@ def test_a_trained_copy_is_what_was_trained_and_serves_as_target_and_as_draft(tm
 
 
 def test_unsure_laws_count_more():
-    """A law of one token counts as without the option; two equal laws count alike."""
-    pair = pair_of()
-    student = DualBinaryStudent(pair, names_of_matrices(pair.target_model), 2.0, 1.0, 0.0)
+    """A law of one token has no uncertainty; two equal laws have the mean."""
     logits = torch.zeros(2, 8)
     logits[0, 0] = 100.0
     unsure = torch.full((8,), 1 / 8).log()
     sure = torch.tensor([0.0, *[-100.0] * 7])
-    batch = type("Laws", (), {"logp": torch.stack([sure, unsure])})
-    torch.testing.assert_close(student._uncertainty(logits, batch), torch.tensor([0.0, 2.0]), atol=1e-4, rtol=0)
-    batch.logp = torch.stack([unsure, unsure])
-    torch.testing.assert_close(student._uncertainty(logits[1:].repeat(2, 1), batch), torch.ones(2))
+    laws = torch.stack([sure, unsure])
+    torch.testing.assert_close(uncertainty(logits, laws), torch.tensor([0.0, 2.0]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(uncertainty(logits[1:].repeat(2, 1), laws[1:].repeat(2, 1)), torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -99,4 +96,4 @@ def test_unsure_laws_count_more():
 def test_what_cannot_be_trained_is_refused(family, changes, options, error, said, tmp_path):
     pair = sb.load(tiny(family, **((SIZES if family == "llama" else {}) | changes)), tokenizer=words.tokenizer())
     with pytest.raises(error, match=said):
-        train_dbllm(pair, PROMPTS, tmp_path, **options)
+        train_dbllm(pair, PROMPTS, tmp_path, loss=DeviationLoss(**options))

@@ -82,7 +82,10 @@ class TrainingArguments(Record):
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens drawn per beam.")] = 80
     epochs: Annotated[int, typer.Option(min=1, help="Number of passes over the drawn texts.")] = 4
     rate: Annotated[
-        float, typer.Option(min=0, help="Learning rate of Muon, for the weight matrices of the layers.")
+        float,
+        typer.Option(
+            min=0, help="Learning rate of the layers' matrices: of Muon, or of Adam if the matrices are rounded."
+        ),
     ] = 0.02
     embedding_rate: Annotated[float, typer.Option(min=0, help="Learning rate of Adam, for all other weights.")] = 0.002
     batch_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens of a batch.")] = 4_000
@@ -254,10 +257,13 @@ def train_dbllm(given: TrainingArguments) -> int:
     """Train a copy of the target with layers of 2 bits (DB-LLM), which serves as draft or as target."""
 
     def train(target: "Pair", prompts: list[str], report: "Report") -> "Trained":
+        from specbeam.lab.train.dbllm import DeviationLoss
         from specbeam.lab.train.dbllm import train_dbllm as trained
 
-        usual = given.named("trees", "draws", "schedule", "variation")
-        return trained(target, prompts, given.out, report=report, **usual, **given.plan)
+        loss = DeviationLoss(variation=given.variation, **given.plan)
+        return trained(
+            target, prompts, given.out, report=report, loss=loss, **given.named("trees", "draws", "schedule")
+        )
 
     return _run(given, train)
 

@@ -10,7 +10,7 @@ SIZES = ("taps", "draft_vocab", "inner", "layers", "depth", "decay")  # options 
 
 # Default rates and batch sizes; see `Schedule`.
 DRAFT_SCHEDULE: Mapping[str, Any] = MappingProxyType({"rate": 0.02, "embedding_rate": 0.005, "batch_tokens": 8_000})
-DBLLM_SCHEDULE: Mapping[str, Any] = MappingProxyType({"rate": 0.004, "embedding_rate": 0.002, "batch_tokens": 2_000})
+DBLLM_SCHEDULE: Mapping[str, Any] = MappingProxyType({"rate": 0.0005, "embedding_rate": 0.002, "batch_tokens": 2_000})
 HEAD_SCHEDULE: Mapping[str, Any] = MappingProxyType({"rate": 0.02, "embedding_rate": 0.002, "batch_tokens": 4_000})
 
 

@@ -11,7 +11,7 @@ A memory is trained on long texts (`hmt.py`, with the loop in `remembering.py`).
 
 from specbeam.lab.train.coral import train_coral
 from specbeam.lab.train.course import Trained
-from specbeam.lab.train.dbllm import train_dbllm
+from specbeam.lab.train.dbllm import DeviationLoss, train_dbllm
 from specbeam.lab.train.draft import train_draft
 from specbeam.lab.train.drawing import DrawPlan
 from specbeam.lab.train.fitting import Schedule
@@ -20,6 +20,7 @@ from specbeam.lab.train.hmt import TrainedMemory, train_hmt
 from specbeam.lab.train.remembering import MemoryDocument, MemorySchedule
 
 __all__ = [
+    "DeviationLoss",
     "DrawPlan",
     "MemoryDocument",
     "MemorySchedule",

@@ -9,6 +9,7 @@ unsure count more, because rounding moves these the most.
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +38,34 @@ if TYPE_CHECKING:
 _LEAST = 1e-6  # nats, so that a batch of sure laws does not divide by zero
 
 
+@dataclass(frozen=True)
+class DeviationLoss:
+    """The loss of deviation-aware distillation.
+
+    Args:
+        deviation: how much more a law of average uncertainty counts; 0: all laws count alike.
+        power: exponent of the uncertainty; see `uncertainty`.
+        variation: the share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
+    """
+
+    deviation: float = 1.0
+    power: float = 1.0
+    variation: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise `BadSetting` if a value is invalid."""
+        require(self.deviation >= 0, "deviation", self.deviation, "at least 0")
+        require(self.power >= 0, "power", self.power, "at least 0")
+        require(0 <= self.variation <= 1, "variation", self.variation, "in [0, 1]")
+
+
 def train_dbllm(
     target: "Pair | str | Path",
     prompts: Sequence[Prompt],
     out: str | Path,
     *,
     trees: str | Path | None = None,
-    deviation: float = 1.0,
-    power: float = 1.0,
-    variation: float = 0.0,
+    loss: DeviationLoss | None = None,
     draws: DrawPlan | None = None,
     schedule: Schedule | None = None,
     report: Report = lambda *_: None,
@@ -61,9 +81,7 @@ def train_dbllm(
         prompts: texts, or lists of token ids, that the target continues.
         out: the folder to write.
         trees: see `train_draft`.
-        deviation: how much more a law counts whose uncertainty is the mean of its batch; 0: all laws count alike.
-        power: exponent of the uncertainty, the geometric mean of the entropies of both laws relative to the batch's mean.
-        variation: the share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
+        loss: how much each law counts; None: the defaults.
         draws: how the target draws; None: four beams at temperature 1.
         schedule: duration and rates.
         report: see `train_draft`.
@@ -76,9 +94,7 @@ def train_dbllm(
     """
     check_optimizers()
     check_prompts(prompts)
-    require(deviation >= 0, "deviation", deviation, "at least 0")
-    require(power >= 0, "power", power, "at least 0")
-    require(0 <= variation <= 1, "variation", variation, "in [0, 1]")
+    loss = loss or DeviationLoss()
     draws = draws or DrawPlan()
     schedule = (schedule or Schedule()).filled(DBLLM_SCHEDULE)
     pair = target if isinstance(target, Pair) else load(target)
@@ -88,16 +104,14 @@ def train_dbllm(
     training = folder / "training"
     options = {
         "kind": DBLLM,
-        "deviation": float(deviation),
-        "power": float(power),
-        "variation": float(variation),
+        **prefixed("loss", loss),
         **lesson_options(pair, prompts, draws, schedule.seed),
         **prefixed("schedule", schedule),
     }
     with work_folder(training, options, "state.pt"):
         lessons = drawn_lessons(pair, prompts, draws, schedule.seed, Path(trees or training / "trees"), report)
         keep_options(training, options)
-        student = DualBinaryStudent(pair, names, deviation, power, variation)
+        student = DualBinaryStudent(pair, names, loss)
         return take_course(student, lessons, schedule, folder, pair.target.device, report)
 
 
@@ -128,6 +142,22 @@ def names_of_matrices(model: "PreTrainedModel") -> list[str]:
     if not found:
         raise UnsupportedModel(f"{kind} has no matrices of layers that are plain nn.Linear; give the unrounded model")
     return found
+
+
+def uncertainty(logits: Float[Tensor, "laws vocab"], logp: Float[Tensor, "laws kept"]) -> Float[Tensor, " laws"]:
+    """Return the geometric mean of the entropies of target and copy, relative to its mean over all laws.
+
+    Args:
+        logits: of the copy.
+        logp: log-probabilities of the target's likeliest tokens; all others count as one token.
+    """
+    logq = logits.float().log_softmax(-1)
+    of_copy = -(logq.exp() * logq).sum(-1)
+    p = logp.exp()
+    rest = (1 - p.sum(-1)).clamp_min(0)
+    of_target = -(p * logp).sum(-1) - torch.special.xlogy(rest, rest)
+    both = (of_copy * of_target.clamp_min(0)).sqrt()
+    return both / both.mean().clamp_min(_LEAST)
 
 
 class Binarised(nn.Module):
@@ -174,18 +204,16 @@ class DualBinaryStudent:
 
     Args:
         names: names of the modules with these matrices.
-        deviation, power, variation: see `train_dbllm`.
+        weighing: see `train_dbllm`.
     """
 
-    def __init__(self, pair: Pair, names: list[str], deviation: float, power: float, variation: float) -> None:
+    def __init__(self, pair: Pair, names: list[str], weighing: DeviationLoss) -> None:
         self.module: PreTrainedModel = trainable_copy(pair.target_model)
         check_output(self.module)
         self.target = pair.target_model
         self.tokenizer = pair.tokenizer
         self.names = names
-        self.deviation = deviation
-        self.power = power
-        self.variation = variation
+        self.weighing = weighing
         for outer in (self.module.get_input_embeddings(), self.module.get_output_embeddings()):
             outer.requires_grad_(False)
         for name in names:
@@ -198,21 +226,9 @@ class DualBinaryStudent:
         with parametrize.cached():
             logits = tree_logits(self.module, batch)
         accepted, surprise = overlap(logits, batch.ids, batch.logp)
-        weights = batch.weights * (1 + self.deviation * self._uncertainty(logits.detach(), batch) ** self.power)
-        return draft_loss(accepted, surprise, weights, self.variation)
-
-    def _uncertainty(self, logits: Float[Tensor, "laws vocab"], batch: TreeBatch) -> Float[Tensor, " laws"]:
-        """Return the geometric mean of the entropies of target and copy, relative to the batch's mean.
-
-        All tokens whose probability under the target is unknown count as one token.
-        """
-        logq = logits.float().log_softmax(-1)
-        of_copy = -(logq.exp() * logq).sum(-1)
-        p = batch.logp.exp()
-        rest = (1 - p.sum(-1)).clamp_min(0)
-        of_target = -(p * batch.logp).sum(-1) - torch.special.xlogy(rest, rest)
-        both = (of_copy * of_target.clamp_min(0)).sqrt()
-        return both / both.mean().clamp_min(_LEAST)
+        of = self.weighing
+        weights = batch.weights * (1 + of.deviation * uncertainty(logits.detach(), batch.logp) ** of.power)
+        return draft_loss(accepted, surprise, weights, of.variation)
 
     def accepted(self, batch: TreeBatch) -> list[tuple[Tensor, Tensor]]:
         """See `Student.accepted`: one figure for all depths."""

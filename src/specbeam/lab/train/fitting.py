@@ -38,7 +38,7 @@ class Schedule:
 
     Args:
         epochs: number of times that each tree is learned from.
-        rate: learning rate of Muon, for the matrices of the blocks; None: the default for the kind of model.
+        rate: learning rate of the blocks' matrices, see `new_optimizers`; None: the default for the kind of model.
         embedding_rate: learning rate of Adam, for embeddings, heads, norms and biases; None: the default.
         batch_tokens: number of tokens of a batch, padding included; None: the default.
         warm: share of all steps in which rates rise.
@@ -255,12 +255,21 @@ def check_optimizers() -> None:
 
 
 def new_optimizers(model: nn.Module, schedule: FilledSchedule) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices inside the blocks, and AdamW for all other weights."""
+    """Return Muon for the matrices inside the blocks, and AdamW for all other weights.
+
+    Matrices under a parametrisation, which round, are learnt by AdamW at the rate of matrices: Muon moves all directions of
+    a matrix alike, but a step changes a rounded weight only near the border of two numbers.
+    """
     outside = {id(weight) for weight in _embeddings(model)}
-    learnt = [weight for weight in model.parameters() if weight.requires_grad]
-    inside = [weight for weight in learnt if weight.ndim == 2 and id(weight) not in outside]
-    others = [weight for weight in learnt if weight.ndim != 2 or id(weight) in outside]
+    learnt = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    rounded = [weight for name, weight in learnt.items() if name.endswith(".original")]
+    outside |= {id(weight) for weight in rounded}
+    inside = [weight for weight in learnt.values() if weight.ndim == 2 and id(weight) not in outside]
+    apart = {id(weight) for weight in (*inside, *rounded)}
+    others = [weight for weight in learnt.values() if id(weight) not in apart]
     found: list[torch.optim.Optimizer] = []
+    if rounded:
+        found.append(torch.optim.AdamW(rounded, lr=schedule.rate, betas=(0.9, 0.98), weight_decay=0.0))
     if inside:
         found.append(torch.optim.Muon(inside, lr=schedule.rate, weight_decay=0.0))
     if others:
