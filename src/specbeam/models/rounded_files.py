@@ -209,6 +209,7 @@ def _binary_matrix_of(name: str, shape: tuple[int, int], tensors: _Tensors, pack
 
 def _matrix_of(name: str, shape: tuple[int, int], tensors: _Tensors, packing: _Packing) -> PackedMatrix:
     """Return the place of a matrix in the files. Raises `_CannotRead` if tensors lack the types and shapes of its layout."""
+    assert packing.layout != DBLLM
     columns, depth = shape
     group = depth if packing.group == -1 else packing.group
     if group <= 0 or group % GROUP or depth % group:

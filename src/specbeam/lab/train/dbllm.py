@@ -218,7 +218,7 @@ class DualBinaryStudent:
             outer.requires_grad_(False)
         for name in names:
             module = self.module.get_submodule(name)
-            binarised = Binarised(module.weight).to(module.weight.device)  # type: ignore[arg-type]
+            binarised = Binarised(module.weight).to(module.weight.device)
             parametrize.register_parametrization(module, "weight", binarised)
 
     def loss(self, batch: TreeBatch) -> Tensor:
