@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import specbeam as sb
 from specbeam.core import Forest
+from specbeam.doors.prompts import read, spread
 from specbeam.engines import rounded_binaries
 from specbeam.lab.train.dbllm import names_of_matrices
 
@@ -27,10 +28,25 @@ GROUP = 64
 DAMP = 0.01  # of the mean of the diagonal, added to GPTQ's matrix of second moments
 
 
-def windows_of(path: Path, tokenizer, length: int, count: int) -> list[list[int]]:
-    """Return pieces of a text, `length` tokens each."""
-    ids = tokenizer(path.read_text(), add_special_tokens=False)["input_ids"]
-    return [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)][:count]
+class Window(NamedTuple):
+    """A piece of text, and the number of its first tokens that are not scored."""
+
+    tokens: list[int]
+    before: int = 1
+
+
+def windows_of(path: Path, tokenizer, length: int, count: int) -> list[Window]:
+    """Return pieces of a text, `length` tokens each; of a .tsv file its answers (first column) after their prompts."""
+    if path.suffix == ".txt":
+        ids = tokenizer(path.read_text(), add_special_tokens=False)["input_ids"]
+        starts = range(0, len(ids) - length + 1, length)
+        return [Window(ids[start : start + length]) for start in starts][:count]
+    found = []
+    for row in spread(list(read(str(path), columns=(2, 1))), count):
+        prompt = tokenizer(row.prompt)["input_ids"]
+        answer = tokenizer(row.answer, add_special_tokens=False)["input_ids"]
+        found.append(Window([*prompt, *answer, tokenizer.eos_token_id], len(prompt)))
+    return found
 
 
 @torch.no_grad()
@@ -54,13 +70,13 @@ def by_engine(pair: sb.Pair) -> Callable[[list[int]], Tensor]:
 
 
 @torch.no_grad()
-def losses(windows: list[list[int]], logits_of: Callable[[list[int]], Tensor]) -> Tensor:
-    """Return the mean loss of each window in nats per token."""
+def losses(windows: list[Window], logits_of: Callable[[list[int]], Tensor]) -> Tensor:
+    """Return the loss of each window in nats, summed over the scored tokens."""
     found = []
-    for window in windows:
-        logits = logits_of(window)[:-1].double()
-        following = torch.tensor(window[1:])
-        found.append(nn.functional.cross_entropy(logits, following))
+    for tokens, before in windows:
+        logits = logits_of(tokens)[before - 1 : -1].double()
+        following = torch.tensor(tokens[before:])
+        found.append(nn.functional.cross_entropy(logits, following, reduction="sum"))
     return torch.stack(found)
 
 
@@ -84,18 +100,24 @@ def gptq(weight: Tensor, moments: Tensor, bits: int) -> Tensor:
     moments = moments + DAMP * moments.diagonal().mean() * torch.eye(len(moments))
     inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(moments)), upper=True)
     rounded = torch.empty_like(rest)
-    for place in range(weight.shape[1]):
-        if place % GROUP == 0:
-            low, step = grid_of(rest[:, place : place + GROUP], bits)
-        column = rest[:, place : place + 1]
-        rounded[:, place : place + 1] = torch.round((column - low) / step).clamp(0, 2**bits - 1) * step + low
-        error = (column - rounded[:, place : place + 1]) / inverse[place, place]
-        rest[:, place + 1 :] -= error * inverse[place, place + 1 :]
+    for first in range(0, weight.shape[1], GROUP):
+        here = slice(first, first + GROUP)
+        group = rest[:, here].clone()
+        corner = inverse[here, here]
+        low, step = grid_of(group, bits)
+        errors = torch.empty_like(group)
+        for place in range(GROUP):
+            column = group[:, place : place + 1]
+            nearby = torch.round((column - low) / step).clamp(0, 2**bits - 1) * step + low
+            rounded[:, first + place] = nearby[:, 0]
+            errors[:, place] = ((column - nearby) / corner[place, place])[:, 0]
+            group[:, place + 1 :] -= errors[:, place : place + 1] * corner[place, place + 1 :]
+        rest[:, here.stop :] -= errors @ inverse[here, here.stop :]
     return rounded
 
 
 @torch.no_grad()
-def moments_of(model: nn.Module, names: list[str], windows: list[list[int]]) -> dict[str, Tensor]:
+def moments_of(model: nn.Module, names: list[str], windows: list[Window]) -> dict[str, Tensor]:
     """Return the second moments of the inputs of each matrix on calibration texts, by the unrounded model."""
     found: dict[str, Tensor] = {}
 
@@ -108,13 +130,13 @@ def moments_of(model: nn.Module, names: list[str], windows: list[list[int]]) -> 
 
     hooks = [model.get_submodule(name).register_forward_hook(hook(name)) for name in names]
     for window in windows:
-        model(torch.tensor([window]))
+        model(torch.tensor([window.tokens]))
     for one in hooks:
         one.remove()
     return found
 
 
-def rounded_models(model: nn.Module, calibration: list[list[int]]) -> Iterator[tuple[str, float]]:
+def rounded_models(model: nn.Module, calibration: list[Window]) -> Iterator[tuple[str, float]]:
     """Round the layers of a model in place, by one method after the other; yield its name and bits per weight."""
     names = names_of_matrices(model)
     weights = {name: model.get_submodule(name).weight.detach().clone() for name in names}
@@ -132,22 +154,25 @@ def rounded_models(model: nn.Module, calibration: list[list[int]]) -> Iterator[t
 
 def main(
     model: Annotated[str, typer.Argument(help="Model: a path, a hub id, or 'bundled'.")],
-    data: Annotated[Path, typer.Option(help="Text file to score.")],
-    calibration: Annotated[Path, typer.Option(help="Text file for GPTQ, apart from --data.")],
+    data: Annotated[Path, typer.Option(help="File to score: .txt, or a .tsv of answers and prompts.")],
+    calibration: Annotated[Path, typer.Option(help="Another such file, for GPTQ.")],
     copy: Annotated[Path | None, typer.Option(help="Folder that `specbeam train dbllm` wrote.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
+    length: Annotated[int, typer.Option(help="Tokens of a window of .txt.")] = 256,
     count: Annotated[int, typer.Option(help="Number of windows to score.")] = 40,
+    held: Annotated[int, typer.Option(help="Number of windows for GPTQ.")] = 32,
 ) -> None:
     """Print bits per weight, perplexity, and the loss beyond that of the full model, with its standard error."""
     full = sb.load(model, check=False)
     windows = windows_of(data, full.tokenizer, length, count)
-    held = windows_of(calibration, full.tokenizer, length, 32)
+    other = windows_of(calibration, full.tokenizer, length, held)
     base = losses(windows, by_model(full.target_model))
+    scored = sum(len(window.tokens) - window.before for window in windows)
 
     def show(name: str, bits: float, found: Tensor) -> None:
         more = found - base
-        error = more.std() / math.sqrt(len(more))
-        print(f"{name:24} {bits:5.2f} {found.mean().exp():9.2f}  {more.mean():+.4f} ({error:.4f}) nats", flush=True)
+        error = more.std() * math.sqrt(len(more)) / scored
+        perplexity = (found.sum() / scored).exp()
+        print(f"{name:24} {bits:5.2f} {perplexity:9.3f}  {more.sum() / scored:+.4f} ({error:.4f}) nats", flush=True)
 
     show("full", 32, base)
     for name, bits in (("int8", 8), ("int4", 4.5)):
@@ -156,7 +181,7 @@ def main(
         trained = sb.load(copy, check=False)
         show("copy", 2.5, losses(windows, by_model(trained.target_model)))
         show("copy, rows of 8 bits", 2.5, losses(windows, by_engine(trained)))
-    for name, bits in rounded_models(full.target_model, held):
+    for name, bits in rounded_models(full.target_model, other):
         show(name, bits, losses(windows, by_model(full.target_model)))
 
 
