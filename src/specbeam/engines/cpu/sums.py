@@ -315,10 +315,10 @@ class _LoopOfPairs(_Loop):
             pairs = ir.VectorType(BFLOAT16, 2 * LANES)
             given = [total.register, spread.seen_as(pairs).register, column.seen_as(pairs).register]
             return Value(self.builder, self.call(f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}", self.vector, *given))
-        for numbers in (lambda words: words & 0xFFFF0000, lambda words: words << 16):
-            early_or_late = [numbers(words).seen_as(self.vector) for words in (spread, column)]
-            total = self.fused(*early_or_late, total)
-        return total
+        later = [(words & 0xFFFF0000).seen_as(self.vector) for words in (spread, column)]
+        early = [(words << 16).seen_as(self.vector) for words in (spread, column)]
+        total = self.fused(later[0], later[1], total)
+        return self.fused(early[0], early[1], total)
 
 
 class _LoopOfBytes(_Loop):
