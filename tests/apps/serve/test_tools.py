@@ -229,7 +229,7 @@ def test_half_a_character_in_a_message_is_refused():
     with asking(writer(["Hallo"])) as ask:
         answer = ask(CHAT, content=raw, headers={"content-type": "application/json"})
         assert answer.status_code == 400
-        assert "cannot be tokenized" in answer.json()["error"]["message"]
+        assert r"has half of a character, '\ud800'; send both halves" in answer.json()["error"]["message"]
 
 
 def test_a_template_that_hides_tools_cannot_choose_one_and_a_forced_call_says_so():

@@ -308,6 +308,11 @@ def _json(raw: bytes, what: str, param: str | None) -> Any:
         if _SURROGATE.search(raw):
             json.dumps(found, ensure_ascii=False).encode()  # half of a pair is no text, and no answer could repeat it
         return found
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise invalid(
+            f"{what} has half of a character, {half!r}; send both halves of the pair", param, "bad_json"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise invalid(f"{what} is not valid JSON: {str(error)[:200]}", param, "bad_json") from error
 
