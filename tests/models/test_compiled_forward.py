@@ -95,7 +95,7 @@ def test_the_forward_layer_by_layer_is_for_llamas_alone(family, changes):
 
 def test_an_engine_that_does_not_exist_is_refused_by_name():
     with pytest.raises(
-        NotSupported, match=r"engine is 'fast'; it must be one of gpu, fp8, compiled, int8, int4, layers"
+        NotSupported, match=r"engine is 'fast'; it must be one of gpu, fp8, compiled, bfloat16, int8, int4, layers"
     ):
         HuggingFaceLM(tiny("llama"), engine="fast")
 

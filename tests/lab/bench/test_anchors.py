@@ -80,7 +80,7 @@ def test_missing_models_and_recordings_are_named(models):
 
 
 def test_the_command_prints_a_record_per_row(models):
-    arguments = f"--models {models} -m {MODEL} --rival transformers --bits 16 --mode greedy --rows 1 --repeats 1"
+    arguments = f"--models {models} --only {MODEL} --rival transformers --bits 16 --mode greedy --rows 1 --repeats 1"
     code, out, _ = specbeam("bench", "anchors", *arguments.split(), "--max-new-tokens", "4", "--json")
     assert code == 0
     (record,) = [json.loads(line) for line in out.splitlines()]
@@ -91,7 +91,7 @@ def test_the_command_prints_a_record_per_row(models):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("-m gpt-5", "--model is 'gpt-5'; it must be one of smollm2-135m"),
+        ("--only gpt-5", "--only is 'gpt-5'; it must be one of smollm2-135m"),
         ("--bits 5", "--bits is '5'; it must be one of 16, 8, 4"),
         ("--mode dsbd", "--mode is 'dsbd'; it must be one of greedy, beam_search"),
         ("--models /nowhere", "/nowhere"),

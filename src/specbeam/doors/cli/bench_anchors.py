@@ -18,13 +18,11 @@ if TYPE_CHECKING:
 class AnchorsArguments(Record):
     """Arguments of the command."""
 
-    model: Annotated[
+    only: Annotated[
         list[str],
         typer.Option(
-            "-m",
-            "--model",
             help=f"Model to measure: {', '.join(ANCHOR_MODELS)}. May be given several times; by default all of text.",
-            callback=checked(lambda name: one_of("--model", name, ANCHOR_MODELS)),
+            callback=checked(lambda name: one_of("--only", name, ANCHOR_MODELS)),
         ),
     ] = []
     models: Annotated[
@@ -67,7 +65,7 @@ class AnchorsArguments(Record):
 
 def anchors(given: AnchorsArguments) -> int:
     """Measure published models beside transformers, CTranslate2, llama.cpp and faster-whisper."""
-    names = [name for name in ANCHOR_MODELS if name in given.model]
+    names = [name for name in ANCHOR_MODELS if name in given.only]
     by_default = [name for name in ANCHOR_MODELS if given.audio or "whisper" not in name]
     from specbeam.doors.cli.screen import progress_bar
     from specbeam.lab.bench.anchors import AnchorPlan
