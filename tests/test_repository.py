@@ -45,6 +45,14 @@ def test_files_are_clean(tmp_path):
     assert done.stdout.count("Passed") >= 7
 
 
+def test_pages_have_no_place_that_waits_for_a_figure():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "measurements").rglob("*.md")]
+    assert len(pages) > 50
+    for page in pages:
+        waiting = re.findall(r"^[A-Z0-9]+(?:_[A-Z0-9]+)+$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert waiting == [], page
+
+
 def test_each_package_of_an_extra_is_imported_somewhere():
     imported: set[str] = set()
     for folder in ("src", "tests", "tools", "examples"):
