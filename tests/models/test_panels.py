@@ -234,7 +234,7 @@ def test_threads_change_nothing(kind, monkeypatch):
     """Three threads, more than this machine may have processors, over and over: shares are never lost nor done twice."""
     monkeypatch.setattr(team, "allowed_threads", lambda: 3)
     rng = np.random.default_rng(0)
-    columns = {"nibbles": 8000, "dual binary": 16000, **dict.fromkeys(BLOCKS, 8000)}.get(kind, 2400)  # enough to share
+    columns = {"nibbles": 8000, "dual binary": 32000, **dict.fromkeys(BLOCKS, 8000)}.get(kind, 2400)  # enough to share
     matrix, x = (
         rng.standard_normal((columns, 512)).astype(np.float32),
         rng.standard_normal((37, 512)).astype(np.float32),
