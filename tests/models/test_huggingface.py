@@ -280,7 +280,7 @@ def test_the_check_bears_what_rounding_does_to_a_tree_and_no_more(engine, off_by
         if len(set(forests[0].parents.tolist())) == forests[0].size:
             return [scored]  # a path
         logits = scored.logits.float()
-        return [replace(scored, logits=logits + off_by * logits.std())]
+        return [replace(scored, logits=logits + off_by * logits[0].std())]
 
     monkeypatch.setattr(HuggingFaceLM, "extend", off)
     if off_by == 0.06 and engine != "auto":
@@ -288,4 +288,29 @@ def test_the_check_bears_what_rounding_does_to_a_tree_and_no_more(engine, off_by
         assert lm.runner.store.keys_by_panel.shape[1] == 1  # one text at a time, and no room for two
         return
     with pytest.raises(UnsupportedModel, match="ignores the given masks or positions"):
+        check_scores_forests(lm)
+
+
+@pytest.mark.parametrize("engine", ["int8", "int4"])
+def test_a_rounded_row_may_be_off_in_some_logits_and_tokens_beside_a_path_must_not_change_it(engine, monkeypatch):
+    """One entry of a row that rounds to its neighbour moved some logits of a published model by 0.8 of their spread."""
+    lm = HuggingFaceLM(tiny("llama", hidden_size=64, intermediate_size=64), engine=engine)
+    extend = HuggingFaceLM.extend
+
+    def off(self, owners, forests):
+        (scored,) = extend(self, owners, forests)
+        logits = scored.logits.float().clone()
+        logits[-1, ::10] += 0.9 * logits[-1].std()
+        return [replace(scored, logits=logits)]
+
+    def without_masks(self, owners, forests):
+        (scored,) = extend(self, owners, forests)
+        beside = 1e-2 * float(forests[0].tokens[forests[0].size // 2])
+        return [replace(scored, logits=scored.logits + beside)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HuggingFaceLM, "extend", off)
+        check_scores_forests(lm)
+    monkeypatch.setattr(HuggingFaceLM, "extend", without_masks)
+    with pytest.raises(UnsupportedModel, match="tokens beside a path change them by"):
         check_scores_forests(lm)
