@@ -87,6 +87,7 @@ def anchors(given: AnchorsArguments) -> int:
         threads=given.threads,
     )
     silence_transformers()
+    origin = provenance()
     with progress_bar() as progress:
         bar = progress.add_task("rows", total=len(plan.anchors) * len(plan.bits) * len(plan.modes))
 
@@ -94,11 +95,11 @@ def anchors(given: AnchorsArguments) -> int:
             progress.advance(bar)
             for sentence in row.left_out:
                 complain(f"note: {row.anchor}, {row.bits} bits, {row.mode}: {sentence}")
+            if given.json:
+                print_records([row], provenance=origin)  # at once: a later row may fail
 
         found = measure(plan, on_row)
-    origin = provenance()
     if given.json:
-        print_records(found, provenance=origin)
         return 0
     print(as_markdown(found, plan.rivals))
     print(

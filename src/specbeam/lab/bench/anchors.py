@@ -20,7 +20,14 @@ from specbeam.errors import MissingFile, MissingPackage, NotSupported
 from specbeam.lab.bench.anchor_prompts import MESSAGES, QUESTIONS, sql_prompt
 from specbeam.lab.bench.baselines import ctranslate2, transformers
 from specbeam.lab.bench.outcome import Contender, specbeam
-from specbeam.lab.bench.rivals import faster_whisper, in_type, llama_cpp, transcribing, whisper_in_transformers
+from specbeam.lab.bench.rivals import (
+    LLAMA_CPP_FORMS,
+    faster_whisper,
+    in_type,
+    llama_cpp,
+    transcribing,
+    whisper_in_transformers,
+)
 from specbeam.lab.bench.speed import Measurements, Spread, interleaved
 from specbeam.lab.words import ANCHOR_BITS, ANCHOR_MODELS, ANCHOR_MODES, ANCHOR_RIVALS
 
@@ -230,11 +237,12 @@ def _makers(plan: AnchorPlan, anchor: str, bits: int, mode: str, pair: Pair) -> 
 
         yield "ctranslate2", f"ctranslate2 {kind}", of_ctranslate2
     if "llama.cpp" in plan.rivals and mode == "greedy":
-        yield (
-            "llama.cpp",
-            "llama.cpp",
-            lambda: llama_cpp(pair, _gguf_of(plan, anchor), bits, plan.threads, plan.max_new_tokens),
-        )
+        for form in LLAMA_CPP_FORMS[bits]:
+
+            def of_llama_cpp(form: str = form) -> Contender:
+                return llama_cpp(pair, _gguf_of(plan, anchor), form, plan.threads, plan.max_new_tokens)
+
+            yield "llama.cpp", f"llama.cpp {form}", of_llama_cpp
 
 
 def _weights(pair: Pair) -> int:

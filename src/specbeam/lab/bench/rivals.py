@@ -1,6 +1,7 @@
 """Contenders of `bench anchors` that the other benchmarks lack: llama.cpp, and programs that transcribe speech."""
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ from specbeam.doors import Prompt
 from specbeam.errors import BadCheckpoint, MissingPackage
 from specbeam.lab.bench.outcome import Contender, Outcome
 
-LLAMA_CPP_FORMS = {16: "BF16", 8: "Q8_0", 4: "Q4_0"}  # by bits of the weights
+# By bits of the weights. Of four bits, the first form is faster on most processors, and the second is what most files have.
+LLAMA_CPP_FORMS = {16: ("BF16",), 8: ("Q8_0",), 4: ("Q4_0", "Q4_K_S")}
 _CONTEXT = 2048  # tokens of llama.cpp's cache
 # Tests after which a text is decoded again. The contenders' defaults differ.
 _WITHOUT_TESTS: Any = {"compression_ratio_threshold": None, "log_prob_threshold": None, "no_speech_threshold": None}
@@ -27,12 +29,12 @@ def in_type(pair: Pair, folder: str, dtype: torch.dtype) -> Pair:
     return dataclasses.replace(pair, target_model=model)
 
 
-def llama_cpp(pair: Pair, file: Path, bits: int, threads: int, max_new_tokens: int) -> Contender:
+def llama_cpp(pair: Pair, file: Path, form: str, threads: int, max_new_tokens: int) -> Contender:
     """Return a contender that decodes greedily with llama.cpp, by llama-cpp-python.
 
     Args:
-        file: the model as a GGUF file. llama.cpp converts it to weights of `bits` bits, in a temporary file.
-        bits: a key of `LLAMA_CPP_FORMS`.
+        file: the model as a GGUF file. llama.cpp converts it to `form`, in a temporary file.
+        form: llama.cpp's name of a form of weights, from `LLAMA_CPP_FORMS`.
         threads: number of CPU threads.
 
     Raises:
@@ -43,7 +45,7 @@ def llama_cpp(pair: Pair, file: Path, bits: int, threads: int, max_new_tokens: i
         import llama_cpp as api
     except ImportError as error:
         raise MissingPackage("the rival needs llama-cpp-python: pip install llama-cpp-python") from error
-    form = LLAMA_CPP_FORMS[bits]
+    api.llama_log_set(_no_log(api), None)
     folder = tempfile.TemporaryDirectory(prefix="specbeam-")  # kept alive by `run`
     converted = Path(folder.name) / f"{form}.gguf"
     settings = api.llama_model_quantize_default_params()
@@ -61,6 +63,12 @@ def llama_cpp(pair: Pair, file: Path, bits: int, threads: int, max_new_tokens: i
         return Outcome([_written(model, ids_of(pair, prompt), ends, max_new_tokens) for prompt in prompts])
 
     return Contender(f"llama.cpp {form}", run)
+
+
+@functools.cache
+def _no_log(api: Any) -> Any:
+    """Return a C function that writes no line of llama.cpp's log; it lives as long as the process."""
+    return api.llama_log_callback(lambda level, text, data: None)
 
 
 def _written(model: Any, prompt: list[int], ends: set[int], most: int) -> list[int]:
