@@ -393,6 +393,18 @@ def test_other_threads_go_on_while_turns_are_taken(pair):
         assert ticks > 3
 
 
+def test_a_step_with_more_jobs_than_before_takes_fewer_turns(pair):
+    """Their turns take longer than those that were timed, and others wait for the step's end."""
+    (session,) = sessions_of(pair, [[3, 4, 5]], sb.sampling())
+    engine = Engine(pair, LIMITS)
+    engine._turn_s = 0.005
+    turns = []
+    for count in (1, 4):
+        engine.inside = [Job(session) for _ in range(count)]
+        turns.append(engine._turns_ahead())
+    assert turns == [10, 2]
+
+
 def test_scores_are_those_of_the_model_itself(pair):
     texts = [[5, 6, 7, 8], [5, 6, 9], [11]]
     for prompt in ([3], [3, 4, 5], LONG):

@@ -211,7 +211,8 @@ class Engine:
         self._tasks: deque[_Task] = deque()
         self._open: set[Future[Any]] = set()  # results that other threads wait for
         self._patience_s = 0.0  # additional seconds granted to the running task
-        self._turn_s = 0.01  # moving average of the seconds per turn
+        self._turn_s = 0.01  # moving average of the seconds per turn, of `_turn_jobs` jobs
+        self._turn_jobs = 1
         self._restarted: deque[float] = deque(maxlen=RESTARTS)  # clock times of the engine's faults
         self._explained: set[float] = set()  # faults that were reproduced by one job alone
         self._known: set[str] = set()  # keys of methods whose parts were made before
@@ -661,7 +662,8 @@ class Engine:
         turns = [job.session.count.target_passes - earlier for job, earlier in zip(self.inside, before, strict=True)]
         most = max(turns, default=0)
         if most > 0:
-            self._turn_s = 0.5 * self._turn_s + 0.5 * seconds / most
+            self._turn_s = 0.5 * self._expected_turn_s(len(before)) + 0.5 * seconds / most
+            self._turn_jobs = len(before)
             self.counts.turn_seconds.add(seconds / most, most)
         passes_of = dict(zip(self.inside, turns, strict=True))
         by_session = {job.session: job for job in self.inside}
@@ -679,7 +681,11 @@ class Engine:
         """Return the number of turns to run per step, within `DELAY_S`; 0 if any job shows its turns."""
         if any(job.see is not None for job in self.inside):
             return 0
-        return min(max(int(DELAY_S / max(self._turn_s, 1e-5)), 1), TURNS)
+        return min(max(int(DELAY_S / max(self._expected_turn_s(len(self.inside)), 1e-5)), 1), TURNS)
+
+    def _expected_turn_s(self, jobs: int) -> float:
+        """Return the expected seconds of a turn of so many jobs: at most in proportion to those of the last steps."""
+        return self._turn_s * max(jobs / self._turn_jobs, 1.0)
 
     def _look_at(self, job: Job, passes: int) -> None:
         """Count the work of a step for a job, and report its progress."""
