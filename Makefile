@@ -82,22 +82,25 @@ test-newest:
 	@OMP_NUM_THREADS=1 $(VENV)-newest/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
 	@echo "All tests passed with the newest packages. Next: raise the versions in constraints.txt."
 
-# Sums must not depend on what a compiler makes of them: the tests as compiled for other processors, and not compiled at all.
+# Sums must not depend on what a compiler makes of them: the tests of everything that is compiled, as compiled for other
+# processors, with each index checked, and as Python.
+COMPILED := tests/core/laws tests/core/runs tests/core/verify/test_compiled.py tests/methods/test_compiled_turns.py \
+	$(filter-out $(wildcard tests/models/test_gpu*.py), $(wildcard tests/models/test_*.py)) \
+	tests/test_beam_search.py tests/test_generation.py tests/test_quantised.py tests/test_whole_files.py
+TEST_COMPILED := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" $(COMPILED)
 test-processors: $(VENV)/dev
 	@for name in znver4 skylake-avx512 x86-64-v3; do \
 		if [ $$name = x86-64-v3 ] || grep -q avx512f /proc/cpuinfo; then \
 			echo "Tests compiled for $$name ..."; \
-			NUMBA_CPU_NAME=$$name NUMBA_CPU_FEATURES= OMP_NUM_THREADS=1 \
-				$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" || exit 1; \
+			NUMBA_CPU_NAME=$$name NUMBA_CPU_FEATURES= $(TEST_COMPILED) || exit 1; \
 		else \
 			echo "$$name is left out: this processor has no AVX-512."; \
 		fi; \
 	done
 	@echo "Tests with each index checked ..."
-	@NUMBA_BOUNDSCHECK=1 OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
+	@NUMBA_BOUNDSCHECK=1 $(TEST_COMPILED)
 	@echo "Tests without numba ..."
-	@SPECBEAM_KERNELS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
+	@SPECBEAM_KERNELS=off $(TEST_COMPILED)
 	@echo "All tests passed, on every processor. Next: make test-all."
 
 # vLLM pins versions of torch and transformers, so it has an environment of its own. Its wheel for CPUs asks for packages of images

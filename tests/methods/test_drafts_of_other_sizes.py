@@ -16,6 +16,7 @@ from specbeam.models.loading import vocabularies
 from specbeam.models.memory.plan import MemoryPlan
 from specbeam.recipes.catalogue import RECIPES
 from tests.support import words
+from tests.support.quick import first_quick
 from tests.support.remembered import tiny_memory
 from tests.support.tiny_models import tiny
 from tests.support.tiny_sources import sources, tiny_reader
@@ -222,7 +223,7 @@ def small_pair(request):
     return pair_of(target, draft), other
 
 
-@pytest.mark.parametrize("setting", ["cold", pytest.param("plain", marks=pytest.mark.slow), "top-k"])
+@pytest.mark.parametrize("setting", first_quick(["cold", "plain", "top-k"]))
 def test_tried_drafts_leave_the_law_as_it_is(small_pair, setting):
     pair, other = small_pair
     methods = {name: RECIPES_OF_LAWS[name](other) for name in TRIED}

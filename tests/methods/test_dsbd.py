@@ -22,6 +22,7 @@ from specbeam.core.verify.beams import BeamRule
 from specbeam.models.table import TableLM
 from tests.support.exact import beam_sampling_law, distance, exact_law
 from tests.support.programs import outcome_of, random_table, run, session_of, texts
+from tests.support.quick import first_quick
 from tests.support.steps import source_of_steps
 
 CLOSE = 1e-12
@@ -154,7 +155,7 @@ def test_shared_noise_gives_the_beams_of_beam_sampling_whatever_the_draft():
             )
 
 
-@pytest.mark.parametrize("mass", [0.5, 0.9])
+@pytest.mark.parametrize("mass", first_quick([0.5, 0.9]))
 @source_of_steps()
 def test_widths_by_the_nucleus_give_the_beams_of_beam_sampling_with_them_whatever_the_draft(mass):
     """With all drafts, with those alone that are worth it, and with laziness."""

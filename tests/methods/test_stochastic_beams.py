@@ -14,6 +14,7 @@ from specbeam.models.table import TableLM
 from tests.support.exact import exact_law
 from tests.support.examples import PAIRS, completed
 from tests.support.programs import random_table, session_of
+from tests.support.quick import first_quick
 from tests.support.steps import source_of, source_of_steps
 
 
@@ -143,7 +144,7 @@ def check(pair, width, depth, rule, count, accepted=None, seed=5):
         assert abs(found - value) < 4.5 * error + 6e-5, (text, found, value)
 
 
-@pytest.mark.parametrize(("rule", "accepted"), [("path", 1.4346), ("traversal", 1.5100)])
+@pytest.mark.parametrize(("rule", "accepted"), first_quick([("traversal", 1.5100), ("path", 1.4346)]))
 def test_trees_of_two_by_two(rule, accepted):
     check(PAIRS["EX3M"], 2, 2, rule, 1200, accepted)
 

@@ -130,7 +130,7 @@ def grown_below_new_nodes(one, forest):
     ("kind", "family"),
     [
         ("bita", "llama"),
-        ("hidden_transfer", "llama"),
+        pytest.param("hidden_transfer", "llama", marks=pytest.mark.slow),
         *(
             pytest.param(kind, family, marks=ON_GPU)
             for kind in ("bita", "hidden_transfer")

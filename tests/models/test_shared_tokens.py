@@ -11,6 +11,7 @@ from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import language_model
+from tests.support.quick import once_each
 from tests.support.tiny_models import NO_SDPA, tiny
 
 OWN = 61
@@ -89,8 +90,7 @@ def test_families_with_caps_divisors_and_places_keep_theirs(family, size):
     check_rows(HuggingFaceLM(model, engine="plain", shared=shared), HuggingFaceLM(model, engine="plain"), shared)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt-350m"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("family", "size"), once_each(["llama", "gemma2", "gpt2", "opt-350m"], SIZES))
 def test_the_forward_for_gpus_has_such_rows_in_the_interpreter(family, size):
     pytest.importorskip("triton")
     model = tiny(family, attention="eager" if family in NO_SDPA else None)

@@ -33,25 +33,40 @@ def source_of_steps(compiled_from="-"):
         with np.errstate(all="ignore"):
             yield
         return
-    compiled = [
-        (place, name, value)
-        for place, name in _names_of_steps()
-        if isinstance(value := place.get(name), Dispatcher) and not value.py_func.__module__.startswith(compiled_from)
-    ]
-    for place, name, value in compiled:
-        place[name] = value.py_func
+    sources = _SOURCES.setdefault(compiled_from, _Sources(compiled_from))
+    replaced = []
+    for place, name in _names_of_steps():
+        value = place.get(name)
+        source = sources[value] if isinstance(value, Dispatcher) else None
+        if source is not None:
+            place[name] = source
+            replaced.append((place, name, value, source))
     _INSIDE[0] += 1
     try:
         with np.errstate(all="ignore"):  # as compiled code does it
             yield
     finally:
         _INSIDE[0] -= 1
-        patched = [name for place, name, value in compiled if place[name] is not value.py_func]
-        for place, name, value in compiled:
+        patched = [name for place, name, _, source in replaced if place[name] is not source]
+        for place, name, value, _ in replaced:
             place[name] = value
         assert not patched, f"patches of {patched} outlive `source_of_steps`: undo them before it ends"
 
 
+class _Sources(dict):
+    """The Python function of each step, by the step; None for steps that run compiled."""
+
+    def __init__(self, compiled_from):
+        super().__init__()
+        self.compiled_from = compiled_from
+
+    def __missing__(self, value):
+        runs_compiled = value.py_func.__module__.startswith(self.compiled_from)
+        self[value] = None if runs_compiled else value.py_func
+        return self[value]
+
+
+_SOURCES: dict = {}
 _FOUND: list = [None, []]  # what `_names_of_steps` found last, and when
 
 

@@ -88,7 +88,7 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(**ANY, noisy=st.booleans())
 def test_a_list_gives_the_pairs_of_the_whole_rows_or_is_undecided(
     question, seed, beams, truncation, count, by_noise, noisy

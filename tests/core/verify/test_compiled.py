@@ -33,6 +33,7 @@ from tests.core.draft.test_tree import begun
 from tests.support.forests import assert_same_forests
 from tests.support.growths import GROWTHS
 from tests.support.loops import OPTIONS, assert_same, pair
+from tests.support.quick import first_quick
 from tests.support.steps import source_of_steps
 from tests.support.tiny_models import tiny
 
@@ -233,8 +234,8 @@ def test_rows_without_a_law_stop_a_walk_where_it_stands(value, expected):
     assert {SOUND, expected} == set(conditions)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", ["chain", "distinct"])
+@pytest.mark.parametrize("name", first_quick(["chain", "distinct"]))
+@pytest.mark.parametrize("cut", first_quick(["warm and top-p", "whole", "cold", "top-k", "min-p"], 2))
 def test_walks_by_lists_are_those_by_whole_rows_or_undecided(name, cut):
     """Short lists leave some turns undecided; long ones decide all turns whose rule asks for this kind of list."""
     rng = np.random.default_rng(3 * len(name) + len(cut))

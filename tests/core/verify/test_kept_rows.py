@@ -30,6 +30,7 @@ from specbeam.models.pair import Pair
 from specbeam.models.table import TableLM
 from tests.support.exact import distance, exact_law
 from tests.support.programs import random_table, run, session_of, texts
+from tests.support.quick import once_each
 from tests.support.steps import source_of_steps
 from tests.support.tiny_models import tiny
 
@@ -48,10 +49,10 @@ def kept(patch, keeps):
         patch.setattr("specbeam.core.decoder.keeps_nodes", lambda target, parts: False)
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_turns_with_kept_rows_draw_what_others_draw_and_are_fewer(method, cut, monkeypatch):
+@pytest.mark.parametrize(("name", "cut"), once_each(METHODS, CUTS), ids=str)
+def test_turns_with_kept_rows_draw_what_others_draw_and_are_fewer(name, cut, monkeypatch):
     """Seed by seed, with ends inside of turns, and drafts that know little."""
+    method = METHODS[name]
     passes = {}
     for keeps in (True, False):
         found = []

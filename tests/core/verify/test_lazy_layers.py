@@ -22,6 +22,7 @@ from specbeam.core.verify.beams import BeamRule, SearchSpec, SharedSpec, most_va
 from specbeam.models.table import TableLM
 from tests.support.exact import beam_sampling_law, distance, exact_law, successive
 from tests.support.programs import random_table, run, session_of, texts
+from tests.support.quick import first_quick
 from tests.support.steps import source_of, source_of_steps
 
 STOP = Limits(max_new_tokens=9).stop
@@ -83,8 +84,8 @@ def test_values_from_the_top_down_are_draws_without_replacement():
     assert surprise < 63  # chi-squared with 29 degrees of freedom: above this once in 4,000 seeds
 
 
-@pytest.mark.parametrize("cut", [Truncation(), Truncation(0.6)], ids=["temperature 1", "temperature 0.6"])
-@pytest.mark.parametrize("draft_beams", [3, pytest.param(4, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("cut", first_quick([Truncation(0.6), Truncation()]), ids=["temperature 0.6", "temperature 1"])
+@pytest.mark.parametrize("draft_beams", first_quick([6, 4, 3]))
 @pytest.mark.parametrize("width", ["fixed", "auto"])
 def test_lazy_turns_draw_what_eager_turns_draw_and_end_later(cut, draft_beams, width, monkeypatch):
     """Seed by seed, with ends inside of turns, and drafts that know little."""
