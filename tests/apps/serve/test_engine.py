@@ -400,7 +400,7 @@ def test_a_step_with_more_jobs_than_before_takes_fewer_turns(pair):
     engine._turn_s = 0.005
     turns = []
     for count in (1, 4):
-        engine.inside = [Job(session) for _ in range(count)]
+        engine.inside = [Job(session, lambda job: None) for _ in range(count)]
         turns.append(engine._turns_ahead())
     assert turns == [10, 2]
 

@@ -50,6 +50,7 @@ def check_scores_forests(lm: HuggingFaceLM, role: str = "") -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, lm.vocab, 5).tolist()
     tokens = rng.integers(0, lm.vocab, 6).tolist()
+    change = 0.0
     source = None
     if isinstance(lm, EncoderDecoderLM):
         source = lm.made_up_source()
