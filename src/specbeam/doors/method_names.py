@@ -68,6 +68,19 @@ def settings_in(method: str, settings: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def check_settings(method: str, settings: Sequence[str]) -> None:
+    """Raise `BadSetting` for an unknown method, or a setting that it has not; see `settings_in`.
+
+    Args:
+        method: "": the default method of a pair, `dsbd` or `beam_sampling`.
+    """
+    for setting in settings:
+        name = setting.partition("=")[0]
+        is_only_without_drafts = name in setting_names("beam_sampling") and name not in setting_names("dsbd")
+        usual = "beam_sampling" if is_only_without_drafts else "dsbd"
+        settings_in(method or usual, [setting])
+
+
 def read_value(key: str, value: str, default: Any) -> Any:
     """Return the value of the setting `key`, read as the type of `default`.
 

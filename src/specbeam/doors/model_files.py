@@ -12,6 +12,8 @@ from specbeam.models.checkpoints.boundary import json_object
 from specbeam.models.checkpoints.folders import CONFIG, checked_folder
 
 MEMORY = "memory.json"  # in folders of `specbeam train hmt`
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_SERVED = ("vllm:", "openai:")  # beginnings of the names of targets that other programs run
 # Names of languages in tokenizers of translation models: eng_Latn (NLLB), fr_XX (mBART), __fr__ (M2M100).
 _LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Z][A-Za-z]{1,3}|__[a-z]{2,3}__")
 
@@ -27,6 +29,7 @@ def require_place_of_model(name: str) -> Path:
     """Return the path that a name would be. Raises `MissingFile` if it can only be a path, and there is nothing."""
     path = Path(name).expanduser()
     is_path = path.is_absolute() or name.startswith((".", "~"))
+    is_path |= not (_HUB_ID.fullmatch(name) or name.startswith(_SERVED))
     if is_path and not path.exists():
         raise MissingFile(f"there is no folder {path}; give a folder that save_pretrained wrote, or a hub id")
     return path
@@ -51,8 +54,11 @@ def require_chat_template(name: str) -> None:
 def check_languages(name: str, *languages: str | None) -> None:
     """Raise `BadSetting` for a language that is missing in the list of languages in a model's folder.
 
-    Models without such a list, and those on the hub, are left to loading.
+    Models without such a list, and those on the hub, are left to loading. Raises `NotSupported` for the bundled pair, which
+    has no languages to choose.
     """
+    if name == "bundled" and any(language is not None for language in languages):
+        raise NotSupported("the bundled pair translates from German to English; leave the languages out")
     folder = Path(name).expanduser()
     files = ("tokenizer_config.json", "special_tokens_map.json")
     known = {text for file in files for text in _texts(_read(folder, file)) if _LANGUAGE.fullmatch(text)}

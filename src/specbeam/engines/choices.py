@@ -1,6 +1,7 @@
 """Engines, roundings and types of stored keys and values that users choose by name. Imports nothing heavy."""
 
 import re
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,6 +28,12 @@ BY_LIBRARY: tuple[str, ...] = get_args(ByLibrary)
 # Engines that round numbers, which changes the model: reports state it.
 ROUNDED_ENGINES: tuple[str, ...] = (*OWN_ROUNDINGS, "bfloat16")
 _KNOWN = ", ".join(repr(one) for one in (*OWN_ROUNDINGS, *BY_LIBRARY))
+# Kinds of torch.device. Extensions of torch, which add further ones, are listed as entry points.
+_DEVICES = (
+    "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "meta", "privateuseone", "mkldnn", "ideep", "hip", "ve", "fpga",
+    "maia", "lazy", "vulkan", "opengl", "opencl", "ipu",
+)  # fmt: skip
+_EXTENSIONS = "torch.backends"
 _LIKE_A_ROUNDING = re.compile(r"(u?int|fp|nf|float)\d+|(torchao|bitsandbytes)-[\w-]+", re.IGNORECASE)
 
 
@@ -43,6 +50,28 @@ def check_engine(engine: Any, others: dict[str, bool]) -> None:
         raise BadSetting(f"engine is {engine!r}; it must be one of {names}{hint(str(engine), CHOICES)}")
     if engine != "auto" and (given := [name for name, is_given in others.items() if is_given]):
         raise BadSetting(f"engine and {given[0]} both choose what runs the models; give one of them")
+
+
+def check_what_runs(
+    engine: Any, compute: object, quantize: str | None, compile: bool, device_map: Any, tensor_parallel: bool
+) -> None:
+    """Raise `BadSetting` if one of these options of `load` is wrong, or if several of them choose what runs the models."""
+    others = {"compile": compile, "device_map": device_map is not None, "tensor_parallel": tensor_parallel}
+    is_rounded = quantize is not None
+    check_engine(
+        engine, {"quantize": is_rounded and quantize in OWN_ROUNDINGS, **others, "compute": compute is not None}
+    )
+    check_compute(compute, {"quantize": is_rounded, **others})
+
+
+def check_device(name: str) -> None:
+    """Raise `BadSetting` for a text that names no device of torch. Whether there is this device is left to loading."""
+    kind, colon, number = name.partition(":")
+    is_one = kind in _DEVICES or (kind.isidentifier() and len(entry_points(group=_EXTENSIONS)) > 0)
+    if not is_one or number.isdecimal() != bool(colon):
+        raise BadSetting(
+            f"device is {name!r}{hint(kind, _DEVICES)}; it must be 'cpu', 'cuda', 'cuda:1' or another device of torch"
+        )
 
 
 def is_rounding(name: object) -> bool:

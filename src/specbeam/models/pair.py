@@ -12,7 +12,7 @@ from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.garbage import rarely_collected
 from specbeam.core.lm import LM
 from specbeam.doors.progress import show_compilation
-from specbeam.engines.choices import Quantize, check_compute, check_engine, check_is_model, check_kv
+from specbeam.engines.choices import Quantize, check_is_model, check_kv, check_what_runs
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.models.chains.lm import ChainLM
@@ -255,25 +255,7 @@ def load(
     check_options(quantize_draft, share_from, "quantize_draft")
     check_is_model(draft)
     check_kv(kv)
-    check_engine(
-        engine,
-        {
-            "quantize": by_engine(quantize) is not None,
-            "compile": compile,
-            "device_map": device_map is not None,
-            "tensor_parallel": tensor_parallel,
-            "compute": compute is not None,
-        },
-    )
-    check_compute(
-        compute,
-        {
-            "quantize": quantize is not None,
-            "compile": compile,
-            "device_map": device_map is not None,
-            "tensor_parallel": tensor_parallel,
-        },
-    )
+    check_what_runs(engine, compute, quantize, compile, device_map, tensor_parallel)
     run_by: str = compute or engine
     rounded_kv: KVType = kv or "float32"
     is_spread = device_map is not None or tensor_parallel

@@ -2,18 +2,26 @@
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 import wave
+from typing import get_args
 
 import pytest
+import torch
 
+from specbeam.doors.cli.best import DRAFTERS
 from specbeam.doors.method_names import method_names, setting_names
+from specbeam.engines.choices import check_device
 from specbeam.lab.bench.baselines import MAKERS
 from specbeam.lab.bench.cliffs import _ARGUMENTS as CLIFF_ARGUMENTS
 from specbeam.lab.bench.efficiency import BRANCHING
 from specbeam.lab.bench.host import HostPlan, methods_of
-from specbeam.lab.words import BASELINES, BUDGETS, CLIFF_METHODS, CLIFF_OPTIONS, HOST_METHODS
+from specbeam.lab.bench.papers import Paper
+from specbeam.lab.fuzz.worlds import WORLDS
+from specbeam.lab.words import BASELINES, BUDGETS, CLIFF_METHODS, CLIFF_OPTIONS, FUZZ_WORLDS, HOST_METHODS, PAPERS
+from specbeam.recipes.best import Guesses
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
 from tests.doors.cli.test_wrong_inputs import FOLDERS, READING, WRITING
 
@@ -47,12 +55,53 @@ WRONG = {
     "a number out of range": [["--batch-size", "0"], "Invalid value for '--batch-size'"],
     "an option of generation out of range": [["--top-p", "2"], "top_p is 2.0; it must be in (0, 1]"],
     "a schema that is not there": [["--json-schema", "missing"], "there is no file missing"],
+    "a catalogue that is not there": [["--catalogue", "missing"], "there is no file missing"],
+    "an unknown device": [["--device", "cudaa:0"], "device is 'cudaa:0' (did you mean cuda?)"],
+    "a device without its number": [["--device", "cuda:"], "device is 'cuda:'"],
+    "a path that cannot be a hub id": [["-m", "models/llama/base"], "there is no folder models/llama/base"],
+    "a name that is no path": [["-d", "my draft"], "there is no folder my draft"],
+    "an engine and products": [["--engine", "plain", "--compute", "bfloat16"], "engine and compute both choose"],
+    "products and a rounding": [["--compute", "bfloat16", "--quantize", "int8"], "compute and quantize both choose"],
+    "a language of the bundled pair": [["--target-language", "fr"], "translates from German to English"],
     "an unknown language": [["-m", "{translator}", "--target-language", "xx_Xxxx"], "does not know the language 'xx_Xxxx'"],
 }  # fmt: skip
 OTHERS = {
     "serve": [["--port", "99999999"], "port is 99999999"],
     "serve, method": [["--method", "dsdb"], "there is no method 'dsdb'"],
+    "serve, setting": [["--set", "beem=3"], "has no setting 'beem' (did you mean beams?)"],
+    "serve, engine": [["--engine", "fast"], "engine is 'fast'"],
+    "serve, beams": [["--default-beams", "0"], "default_beams is 0; it must be at least 1"],
+    "serve, memory": [["--kv-gb", "nan"], "kv_gb is nan; it must not be negative"],
+    "serve, grammar": [["--max-grammar", "-1"], "max_grammar is -1; it must not be negative"],
+    "serve, template": [["--chat-template", "missing"], "there is no file missing"],
+    "serve, keys": [["--api-key-file", "missing"], "there is no file missing"],
+    "serve, certificate": [["--tls-cert", "missing"], "there is no file missing"],
+    "serve, catalogue": [["--catalogue", "missing"], "there is no file missing"],
+    "serve, draft": [["--draft", "./missing"], "there is no folder missing"],
+    "serve, products": [["--compute", "bfloat16", "--quantize", "int8"], "compute and quantize both choose"],
     "chat, template": [["-m", "{translator}"], "has no chat template; give --chat-template"],
+    "chat, setting": [["--set", "beem=3"], "has no setting 'beem' (did you mean beams?)"],
+    "chat, method of a server": [["--url", "http://127.0.0.1:9", "--method", "dsdb"], "there is no method 'dsdb'"],
+    "chat, address": [["--url", "localhost"], "'localhost' is not the address of a server"],
+    "chat, server": [["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"],
+    "best": [["x", "-n", "0"], "Invalid value for '--n'"],
+    "best, limit": [["x", "--limit", "0"], "Invalid value for '--limit'"],
+    "best, width": [["x", "--width", "-1"], "Invalid value for '--width'"],
+    "best, drafter": [["x", "--drafter", "other"], "drafter is 'other'"],
+    "methods": [["dsdb"], "there is no method 'dsdb' (did you mean dsbd?)"],
+    "demo": [["--beams", "0"], "Invalid value for '--beams'"],
+    "demo, size": [["--grow", "huge"], "--grow is 'huge'"],
+    "bench speed, nothing": [[""], "a contender is empty"],
+    "bench speed, quote": [["dsbd 'beams=4"], "cannot be read: No closing quotation"],
+    "bench paper": [["other"], "PAPER is 'other'; it must be one of dsbd, mtad, rsd"],
+    "bench paper, task": [["dsbd"], "there is no task"],
+    "bench paper, threshold": [["dsbd", "--threshold", "nan"], "--threshold is nan; it must be 0 to 1"],
+    "bench paper, law": [["dsbd", "--law", "heat=2"], "--law is 'heat'"],
+    "bench paper, databases": [["dsbd", "--databases", "missing"], "there is no folder missing"],
+    "bench serve": [["localhost:8000"], "'localhost:8000' is not the address of a server"],
+    "bench serve, rate": [["--rate", "-1"], "--rate is -1.0; it must be more than 0 requests per second"],
+    "evaluate diff, type": [["x", "--dtype", "float31"], "dtype is 'float31'"],
+    "evaluate fuzz, pair": [["--world", "other"], "world is 'other'"],
     "bench speed": [["dsdb"], "there is no method 'dsdb'"],
     "bench speed, baseline": [["vllm/greedy"], "must be one of transformers, ctranslate2"],
     "bench speed, size": [["--grow", "huge"], "--grow is 'huge'; it must be a number like 128K, 100M or 1.5B"],
@@ -148,3 +197,15 @@ def test_names_known_without_imports_are_those_of_the_library():
     assert tuple(CLIFF_ARGUMENTS) == CLIFF_OPTIONS
     assert {name.split()[0] for name in CLIFF_METHODS} <= recipes.keys()
     assert tuple(methods_of(HostPlan())) == HOST_METHODS
+    assert tuple(WORLDS) == FUZZ_WORLDS
+    assert get_args(Paper) == PAPERS
+    assert get_args(Guesses) == DRAFTERS
+
+
+def test_every_device_of_torch_is_known_without_it():
+    with pytest.raises(RuntimeError) as said:
+        torch.device("other")
+    listed = re.search(r"one of (.*) device type", str(said.value))
+    for kind in listed[1].split(", "):
+        check_device(kind)
+        check_device(f"{kind}:0")

@@ -18,10 +18,11 @@ import pytest
 from rich.console import Console
 
 import specbeam as sb
-from specbeam.doors.chats import prompt_of_messages
-from specbeam.doors.cli import talking
+from specbeam.doors.chats import BUNDLED_TEMPLATE, prompt_of_messages
+from specbeam.doors.cli import pair_speaker
 from specbeam.doors.cli.line_editor import _completer, history_place, line_reader
-from specbeam.doors.cli.talking import COMMANDS, Chat, ChatOptions, PairSpeaker, ServerSpeaker
+from specbeam.doors.cli.pair_speaker import PairSpeaker
+from specbeam.doors.cli.talking import COMMANDS, Chat, ChatOptions, ServerSpeaker
 from specbeam.errors import NotSupported, SpecbeamError
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.pair import BUNDLED, Pair
@@ -88,7 +89,7 @@ def talk(speaker, *lines, options=OPTIONS, screen=None, system=""):
 
 
 def test_a_conversation_streams_the_texts_of_the_library_and_computes_what_is_known_once(pair, monkeypatch):
-    monkeypatch.setattr(talking, "CHUNK", CHUNK)
+    monkeypatch.setattr(pair_speaker, "CHUNK", CHUNK)
     speaker = PairSpeaker(pair, "tiny", TEMPLATE)
     lines = ["Ein Hund läuft durch den Wald und sucht seinen Freund.", "Wo ist mein Hut?", "Ich habe Hunger."]
     one, shown = talk(speaker, *lines, system="Antworte kurz.")
@@ -178,7 +179,7 @@ def test_the_bundled_model_answers_each_message_by_itself(pair):
     assert "answers each message separately" in shown
     assert [message["content"] for message in one.messages[::2]] == ["Hallo.", "Wo ist mein Hut?"]
     for message, answer in zip(one.messages[::2], one.messages[1::2], strict=True):
-        prompt = prompt_of_messages(pair.tokenizer, talking.BUNDLED_TEMPLATE, [message])
+        prompt = prompt_of_messages(pair.tokenizer, BUNDLED_TEMPLATE, [message])
         assert answer["content"] == sb.generate(pair, prompt, seed=7, max_new_tokens=12)[0].text
 
 

@@ -154,6 +154,7 @@ class ServerConfig:
             "max_audio_at_once",
             "max_connections",
             "max_connections_per_address",
+            "default_beams",
         ):
             if getattr(self, name) < 1:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -195,8 +196,11 @@ class ServerConfig:
             "kv_gb",
             "drain_timeout",
             "max_model_len",
+            "max_schema",
+            "max_regex",
+            "max_grammar",
         ):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must not be negative")
 
     @property

@@ -15,22 +15,41 @@ from specbeam.doors.cli.options import (
     Seed,
     SpacedRows,
     Threads,
+    checked,
     files_to_read,
     folder_to_write,
 )
 from specbeam.doors.options.table import warper_names
 from specbeam.doors.places import write_output
-from specbeam.errors import BadSetting, one_of
+from specbeam.errors import BadSetting, MissingFile, one_of
+from specbeam.lab.words import PAPERS
 
 if TYPE_CHECKING:
     from specbeam.lab.bench.paper_tasks import PaperTask
     from specbeam.lab.bench.papers import AnswerLog, PaperContender
 
 
+def _check_paper(name: str) -> None:
+    """Raise `BadSetting` for a paper without an experiment."""
+    one_of("PAPER", name, PAPERS)
+
+
+def _check_databases(folder: Path) -> None:
+    """Raise `MissingFile` unless there is such a folder."""
+    if not folder.is_dir():
+        raise MissingFile(f"there is no folder {folder}; give the folder of Spider's databases")
+
+
+def _check_threshold(value: float) -> None:
+    """Raise `BadSetting` unless a threshold is a probability."""
+    if not 0 <= value <= 1:
+        raise BadSetting(f"--threshold is {value}; it must be 0 to 1")
+
+
 class PaperArguments(PairArguments):
     """Arguments of the command."""
 
-    paper: Annotated[str, typer.Argument(help="Whose experiment: dsbd, mtad or rsd.")]
+    paper: Annotated[str, typer.Argument(help="Whose experiment: dsbd, mtad or rsd.", callback=checked(_check_paper))]
     squad: Annotated[
         list[Path],
         files_to_read("SQuAD's development questions: dev-v1.1.json, or lines with id, context, question and answers."),
@@ -44,13 +63,19 @@ class PaperArguments(PairArguments):
     ] = []
     tables: Annotated[list[Path], files_to_read("Spider's schemas, tables.json.")] = []
     databases: Annotated[
-        Path | None, typer.Option(help="Folder of Spider's databases: NAME.sqlite or NAME/NAME.sqlite.")
+        Path | None,
+        typer.Option(
+            help="Folder of Spider's databases: NAME.sqlite or NAME/NAME.sqlite.", callback=checked(_check_databases)
+        ),
     ] = None
     mt_bench: Annotated[list[Path], files_to_read("MT-bench's question.jsonl.", "--mt-bench")] = []
     width: Annotated[list[int], typer.Option(min=1, help="Number of beams. May be given several times.")] = []
     threshold: Annotated[
         list[float],
-        typer.Option(help="Threshold of dynamic widths, or of MTAD's acceptance. May be given several times."),
+        typer.Option(
+            help="Threshold of dynamic widths, or of MTAD's acceptance. May be given several times.",
+            callback=checked(_check_threshold),
+        ),
     ] = []
     depth: Annotated[
         list[int], typer.Option(min=1, help="Number of draft layers per pass. May be given several times.")
@@ -61,6 +86,7 @@ class PaperArguments(PairArguments):
             metavar="NAME=VALUE",
             help="Temperature or truncation of all contenders, such as --law temperature=0.7; replaces the authors'. May be "
             "given several times.",
+            callback=checked(lambda text: _law([text])),
         ),
     ] = []
     max_new_tokens: Annotated[
@@ -82,12 +108,12 @@ class PaperArguments(PairArguments):
 
 def paper(given: PaperArguments) -> int:
     """Rerun a paper's experiment on a pair: quality against speed, energy, memory and perplexity, by width."""
+    _check_tasks(given)
     from specbeam.doors.cli.screen import progress_bar
     from specbeam.lab.bench.paper_report import as_markdown, plot
-    from specbeam.lab.bench.papers import PAPERS, AnswerLog, PaperGrid, contenders_of, lines_of_paper, run_paper
+    from specbeam.lab.bench.papers import AnswerLog, PaperGrid, contenders_of, lines_of_paper, run_paper
     from specbeam.lab.bench.provenance import provenance
 
-    one_of("PAPER", given.paper, PAPERS)
     grid = PaperGrid(
         tuple(given.width) or None,
         tuple(given.threshold) or None,
@@ -138,21 +164,26 @@ def _law(given: list[str]) -> dict[str, float]:
     return found
 
 
-def _tasks(given: PaperArguments) -> "list[PaperTask]":
-    """Return the tasks of the command line. Raises `BadSetting` if there is none, or if a file is missing."""
-    from specbeam.lab.bench.paper_tasks import mt_bench_task, spider_task, squad_task
-
+def _check_tasks(given: PaperArguments) -> None:
+    """Raise `BadSetting` if there is no task, or if a file is given twice or missing."""
     for name in ("squad", "spider", "tables", "mt_bench"):
         if len(getattr(given, name)) > 1:
             raise BadSetting(f"--{name.replace('_', '-')} is given twice; give one file")
+    if given.spider and (not given.tables or given.databases is None):
+        raise BadSetting("--spider needs Spider's schemas and databases: give --tables and --databases")
+    if not (given.squad or given.spider or given.mt_bench):
+        raise BadSetting("there is no task; give --squad, --spider or --mt-bench, with the files of these data sets")
+
+
+def _tasks(given: PaperArguments) -> "list[PaperTask]":
+    """Return the tasks of the command line, which `_check_tasks` has checked."""
+    from specbeam.lab.bench.paper_tasks import mt_bench_task, spider_task, squad_task
+
     found = [squad_task(path) for path in given.squad]
     for path in given.spider:
-        if not given.tables or given.databases is None:
-            raise BadSetting("--spider needs Spider's schemas and databases: give --tables and --databases")
+        assert given.databases is not None
         found.append(spider_task(path, given.tables[0], given.databases))
     found += [mt_bench_task(path) for path in given.mt_bench]
-    if not found:
-        raise BadSetting("there is no task; give --squad, --spider or --mt-bench, with the files of these data sets")
     return found
 
 

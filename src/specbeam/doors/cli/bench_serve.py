@@ -9,17 +9,25 @@ import typer
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.bench import texts_of
 from specbeam.doors.cli.common import print_json
-from specbeam.doors.cli.options import Json, NewTokens, PromptFiles
+from specbeam.doors.cli.options import Json, NewTokens, PromptFiles, check_address, checked
 from specbeam.errors import BadSetting
 
 if TYPE_CHECKING:
     from specbeam.lab.bench.serving import LoadReport
 
 
+def _check_rate(rate: float) -> None:
+    """Raise `BadSetting` unless a number may be one of requests per second."""
+    if not rate > 0:
+        raise BadSetting(f"--rate is {rate}; it must be more than 0 requests per second")
+
+
 class LoadTestArguments(Record):
     """Arguments of the command."""
 
-    url: Annotated[str, typer.Argument(help="Address of a server that speaks OpenAI's API.")] = "http://127.0.0.1:8000"
+    url: Annotated[
+        str, typer.Argument(help="Address of a server that speaks OpenAI's API.", callback=checked(check_address))
+    ] = "http://127.0.0.1:8000"
     clients: Annotated[int, typer.Option(min=1, help="Number of clients; each has one request at a time.")] = 8
     requests: Annotated[int, typer.Option(min=1, help="Maximum total number of requests.")] = 100
     seconds: Annotated[
@@ -29,7 +37,8 @@ class LoadTestArguments(Record):
         float | None,
         typer.Option(
             help="Requests per second, at random times (Poisson); by default, each client sends its next request "
-            "at once."
+            "at once.",
+            callback=checked(_check_rate),
         ),
     ] = None
     gone: Annotated[

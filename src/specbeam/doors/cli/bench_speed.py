@@ -53,9 +53,20 @@ DEFAULT = [
 NOT_COMPARED = ("num_return_sequences", "json_schema", "regex", "grammar", "grammar_backend", "max_length")
 
 
+def _words(text: str) -> list[str]:
+    """Return the name of a contender and its settings. Raises `BadSetting` if there is none, or a quote is not closed."""
+    try:
+        found = shlex.split(text)
+    except ValueError as error:
+        raise BadSetting(f"a contender is {text!r}, which cannot be read: {error}") from error
+    if not found:
+        raise BadSetting("a contender is empty; give a method or a baseline, such as 'dsbd beams=4'")
+    return found
+
+
 def _check_contender(text: str) -> None:
     """Raise `BadSetting` for an unknown method, setting or baseline."""
-    name, *settings = shlex.split(text)
+    name, *settings = _words(text)
     engine, _, mode = name.partition("/")
     if mode:
         one_of("a baseline", engine, BASELINES)

@@ -7,23 +7,36 @@ import typer
 from specbeam.doors.cli.arguments import generation
 from specbeam.doors.cli.common import check_options, complain, print_json, quiet_load, say, with_files
 from specbeam.doors.cli.generate import gather
-from specbeam.doors.cli.options import Json, LoadArguments, PromptArguments
-from specbeam.errors import BadPrompt, SpecbeamError
+from specbeam.doors.cli.options import Json, LoadArguments, PromptArguments, checked
+from specbeam.errors import BadPrompt, SpecbeamError, one_of
+
+DRAFTERS = ("auto", "model", "prompt_lookup", "none")
+
+
+def _check_drafter(name: str) -> None:
+    """Raise `BadSetting` for an unknown drafter."""
+    one_of("drafter", name, DRAFTERS)
 
 
 class BestArguments(PromptArguments, LoadArguments):
     """Arguments of the command."""
 
-    n: Annotated[int, typer.Option("--n", "-n", help="Number of texts per prompt.")] = 5
-    limit: Annotated[int, typer.Option(help="Maximum number of prefixes that the target scores per prompt.")] = 2000
-    width: Annotated[int, typer.Option(help="Number of prefixes that it scores in a pass.")] = 16
-    drafter: Annotated[str, typer.Option(help="What drafts: 'model', 'prompt_lookup', 'none' or 'auto'.")] = "auto"
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Number of texts per prompt.")] = 5
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of prefixes that the target scores per prompt.")] = (
+        2000
+    )
+    width: Annotated[int, typer.Option(min=1, help="Number of prefixes that it scores in a pass.")] = 16
+    drafter: Annotated[
+        str,
+        typer.Option(help="What drafts: 'model', 'prompt_lookup', 'none' or 'auto'.", callback=checked(_check_drafter)),
+    ] = "auto"
     options: dict[str, Any] = generation(without=["num_return_sequences", "early_stopping"])
     json: Json = False
 
 
 def best(given: BestArguments) -> int:
     """Write the most probable texts of each prompt, best first, each with its log-likelihood and whether it is certain."""
+    given.check_what_runs()
     sources, unreadable = gather(given.texts, given.file)
     if not sources and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")

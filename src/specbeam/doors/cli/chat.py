@@ -7,9 +7,11 @@ import typer
 
 from specbeam.doors.cli.arguments import generation
 from specbeam.doors.cli.common import method_from, quiet_load
-from specbeam.doors.cli.options import MethodName, PairArguments, QuantizeTarget, Settings
+from specbeam.doors.cli.options import Compute, MethodName, PairArguments, QuantizeTarget, Settings, check_address
+from specbeam.doors.method_names import check_settings
 from specbeam.doors.model_files import require_chat_template
 from specbeam.doors.places import text_of
+from specbeam.engines.choices import check_what_runs
 
 if TYPE_CHECKING:
     from specbeam.doors.cli.talking import Speaker
@@ -31,6 +33,7 @@ class ChatArguments(PairArguments):
     ] = None
     key: Annotated[str, typer.Option(help="API key of the server.", envvar="SPECBEAM_API_KEY")] = ""
     quantize: QuantizeTarget = None
+    compute: Compute = None
 
 
 def chat(given: ChatArguments) -> int:
@@ -38,18 +41,24 @@ def chat(given: ChatArguments) -> int:
     template = None if given.chat_template is None else text_of(given.chat_template, "give a file with a chat template")
     if given.url is None and template is None:
         require_chat_template(given.model)
-    if given.method:
-        method_from(given.method, given.setting)
+    check_what_runs(given.engine, given.compute, given.quantize, False, None, False)
+    check_settings(given.method or "", given.setting)
+    if given.url is not None:
+        check_address(given.url)
     from specbeam.doors.cli.line_editor import line_reader
     from specbeam.doors.cli.screen import Screen
-    from specbeam.doors.cli.talking import COMMANDS, Chat, ChatOptions, PairSpeaker, ServerSpeaker
+    from specbeam.doors.cli.talking import COMMANDS, Chat, ChatOptions, ServerSpeaker
 
     console = Screen()
     speaker: Speaker
     if given.url is not None:
         speaker = ServerSpeaker(given.url, given.key)
     else:
-        pair = quiet_load(**given.pair, quantize=given.quantize)
+        from specbeam.doors.cli.pair_speaker import PairSpeaker
+
+        if given.method:
+            method_from(given.method, given.setting)
+        pair = quiet_load(**given.pair, quantize=given.quantize, compute=given.compute)
         speaker = PairSpeaker(pair, given.model, template)
     options = ChatOptions(given.method or "", tuple(given.setting), given.options, given.seed)
     talk = Chat(speaker, options, console, system=given.system)

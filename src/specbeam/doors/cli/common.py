@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specbeam.doors import plain
 from specbeam.doors.method_names import settings_in
 from specbeam.doors.options.table import checked_values
+from specbeam.doors.places import require_file
 from specbeam.errors import BadPrompt, BadSetting, MissingFile
 
 if TYPE_CHECKING:
@@ -130,10 +131,16 @@ def with_files(options: Mapping[str, Any]) -> dict[str, Any]:
         if name in found:
             found[name] = text_or_file(found[name], mark, name)
     if found.get("catalogue") is not None:
+        require_items(Path(found["catalogue"]))
         from specbeam.doors.catalogue import catalogue
 
         found["catalogue"] = catalogue(found["catalogue"])
     return found
+
+
+def require_items(file: Path) -> None:
+    """Raise `MissingFile` unless there is such a file of items. Imports nothing heavy, as `catalogue` does."""
+    require_file(file, "give a file of items, such as a .txt with a text per line")
 
 
 def text_or_file(value: str, mark: str, name: str) -> str:

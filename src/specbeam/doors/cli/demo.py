@@ -10,7 +10,7 @@ import typer
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import bundled_rows, print_records, quiet_load
 from specbeam.doors.cli.demo_grown import WEIGHTS
-from specbeam.doors.cli.options import Json
+from specbeam.doors.cli.options import Json, checked, parameters
 from specbeam.errors import MissingFile
 
 if TYPE_CHECKING:
@@ -27,9 +27,13 @@ class DemoArguments(Record):
     """Arguments of the command."""
 
     grow: Annotated[
-        str, typer.Option(help="Number of weights of the enlarged target (100M, 1B, ...); 0: the bundled pair alone.")
+        str,
+        typer.Option(
+            help="Number of weights of the enlarged target (100M, 1B, ...); 0: the bundled pair alone.",
+            callback=checked(parameters),
+        ),
     ] = WEIGHTS
-    beams: Annotated[int, typer.Option(help="Number of beams for beam sampling and DSBD.")] = 4
+    beams: Annotated[int, typer.Option(min=1, help="Number of beams for beam sampling and DSBD.")] = 4
     seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0
     json: Json = False
 
@@ -120,7 +124,6 @@ def _demo_grown(given: DemoArguments, console: Any) -> None:
     from rich.text import Text
 
     from specbeam.doors.cli.demo_grown import grown_target, measure, show_grown, ways_of
-    from specbeam.doors.cli.options import parameters
 
     weights = parameters(given.grow)
     console.print(Text(f"The bundled target, grown to about {given.grow} weights in bfloat16", "bold"))

@@ -22,13 +22,21 @@ from specbeam.doors.cli.options import (
     prompt_files,
 )
 from specbeam.doors.model_files import check_model
-from specbeam.errors import BadPrompt, BadSetting
+from specbeam.errors import BadPrompt, BadSetting, one_of
 
 if TYPE_CHECKING:
     from specbeam.lab.evaluate.against_transformers import Comparison, Difference
     from specbeam.lab.evaluate.beam_options import ComparedRun
     from specbeam.models.pair import Pair
     from specbeam.recipes.method import Method
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+def _check_dtype(name: str) -> None:
+    """Raise `BadSetting` for a name that is no type of weights."""
+    one_of("dtype", name, DTYPES)
 
 
 class ComparedArguments(PairArguments):
@@ -49,7 +57,11 @@ class ComparedArguments(PairArguments):
     batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts that specbeam decodes together.")] = 1
     max_new_tokens: NewTokens = 64
     dtype: Annotated[
-        str, typer.Option(help="Type of the weights: float32, bfloat16, ...; 'auto': that of the checkpoint.")
+        str,
+        typer.Option(
+            help="Type of the weights: float32, bfloat16, ...; 'auto': that of the checkpoint.",
+            callback=checked(_check_dtype),
+        ),
     ] = "auto"
     json: Json = False
 

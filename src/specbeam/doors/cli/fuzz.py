@@ -7,10 +7,17 @@ import typer
 
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import print_json, say
-from specbeam.doors.cli.options import Json
+from specbeam.doors.cli.options import Json, checked
+from specbeam.errors import one_of
+from specbeam.lab.words import FUZZ_WORLDS
 
 if TYPE_CHECKING:
     from specbeam.lab.fuzz.campaign import Fault, Tally
+
+
+def _check_world(name: str) -> None:
+    """Raise `BadSetting` for an unknown pair of tiny models."""
+    one_of("world", name, FUZZ_WORLDS)
 
 
 class FuzzArguments(Record):
@@ -19,7 +26,12 @@ class FuzzArguments(Record):
     calls: Annotated[int, typer.Option(min=1, help="Total number of calls.")] = 1000
     seed: Annotated[int, typer.Option(help="The same seed gives the same calls.")] = 0
     world: Annotated[
-        list[str], typer.Option("--world", help="Pair of tiny models. May be given several times; by default all.")
+        list[str],
+        typer.Option(
+            "--world",
+            help="Pair of tiny models. May be given several times; by default all.",
+            callback=checked(_check_world),
+        ),
     ] = []
     first: Annotated[int, typer.Option(min=0, help="Number of the first call of each pair.")] = 0
     processes: Annotated[int, typer.Option(min=1, help="Number of parallel processes.")] = 1
@@ -34,7 +46,6 @@ def fuzz(given: FuzzArguments) -> int:
     """
     from specbeam.doors.cli.screen import progress_bar
     from specbeam.lab.fuzz.campaign import campaign
-    from specbeam.lab.fuzz.worlds import WORLDS
 
     with progress_bar() as bar:
         task = bar.add_task("calls", total=given.calls)
@@ -49,7 +60,7 @@ def fuzz(given: FuzzArguments) -> int:
     for fault in tally.faults:
         say(_described(fault, given.seed))
     outcomes = ", ".join(f"{count} {kind}" for kind, count in sorted(tally.outcomes.items()))
-    chosen = len(given.world) or len(WORLDS)
+    chosen = len(given.world) or len(FUZZ_WORLDS)
     print(f"{tally.calls} calls on {chosen} pairs of tiny random models with seed {given.seed}: {outcomes}")
     print(f"Methods that answered: {len(tally.answered_by_method)}. Faults: {len(tally.faults)}.")
     return int(bool(tally.faults))

@@ -7,7 +7,8 @@ import typer
 
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import print_json
-from specbeam.doors.cli.options import Json
+from specbeam.doors.cli.options import Json, checked
+from specbeam.doors.method_names import setting_names
 
 if TYPE_CHECKING:
     from specbeam.recipes.method import Recipe
@@ -16,18 +17,17 @@ if TYPE_CHECKING:
 class MethodsArguments(Record):
     """Arguments of the command."""
 
-    name: Annotated[str | None, typer.Argument(help="Name of a method to explain.")] = None
+    name: Annotated[
+        str | None, typer.Argument(help="Name of a method to explain.", callback=checked(setting_names))
+    ] = None
     json: Json = False
 
 
 def methods(given: MethodsArguments) -> int:
     """List the decoding methods with the laws of their output, or explain one of them."""
     from specbeam.recipes.catalogue import methods as recipes
-    from specbeam.recipes.catalogue import resolve
 
     name = given.name
-    if name is not None:
-        resolve(name)  # raises an error for an unknown name
     listed = [recipe for recipe in recipes() if name in (None, recipe.name)]
     if given.json:
         for recipe in listed:

@@ -22,7 +22,15 @@ from specbeam.doors.model_files import check_languages, check_model, require_pla
 from specbeam.doors.options.checks import LARGEST_INTEGER
 from specbeam.doors.places import require_file, require_folder_place, require_place
 from specbeam.doors.prompts import require_source
-from specbeam.engines.choices import check_compute, check_engine, check_is_model, check_kv, check_rounding
+from specbeam.engines.choices import (
+    check_compute,
+    check_device,
+    check_engine,
+    check_is_model,
+    check_kv,
+    check_rounding,
+    check_what_runs,
+)
 from specbeam.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -81,6 +89,12 @@ def _check_draft(name: str) -> None:
 def _check_quantize(name: str) -> None:
     """Raise `BadSetting` for an unknown rounding."""
     check_rounding(name, "quantize")
+
+
+def check_address(url: str) -> None:
+    """Raise `BadSetting` unless a text may be the address of a server."""
+    if not url.startswith(("http://", "https://")):
+        raise BadSetting(f"{url!r} is not the address of a server; give it like http://127.0.0.1:8000")
 
 
 def files_to_read(help: str, *flags: str) -> Any:
@@ -180,7 +194,10 @@ Plot = Annotated[Path | None, typer.Option(help="Also write a plot to this file.
 Rounds = Annotated[int, typer.Option(min=1, help="Number of measured rounds, after a warm-up round.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Number of prompts decoded together.")]
 Device = Annotated[
-    str | None, typer.Option(help="Device of the models: cpu, cuda, ...; by default a GPU if available.")
+    str | None,
+    typer.Option(
+        help="Device of the models: cpu, cuda, ...; by default a GPU if available.", callback=checked(check_device)
+    ),
 ]
 Quantize = Annotated[
     str | None,
@@ -290,6 +307,10 @@ class LoadArguments(PairArguments):
         """The arguments of `quiet_load`."""
         return self.named(*get_type_hints(LoadArguments))
 
+    def check_what_runs(self) -> None:
+        """Raise `BadSetting` if several options choose what runs the models. Imports nothing heavy."""
+        check_what_runs(self.engine, self.compute, self.quantize, self.compile, self.device_map, self.tensor_parallel)
+
 
 class DecodingArguments(LoadArguments):
     """Arguments of a command that generates text with any method and option."""
@@ -303,6 +324,7 @@ class DecodingArguments(LoadArguments):
 
     def checked_options(self) -> dict[str, Any]:
         """Return a copy of the options of generation, after the checks that need no model."""
+        self.check_what_runs()
         check_languages(self.model, self.source_language, self.target_language)
         check_method(self.method, self.setting)
         return dict(self.options)

@@ -1,16 +1,21 @@
 """The command `specbeam serve`: an HTTP server for many clients."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specbeam.doors.cli.arguments import Record, group
+from specbeam.doors.cli.common import require_items
 from specbeam.doors.cli.serve_options import given_options, server_parameters
-from specbeam.doors.method_names import setting_names
-from specbeam.doors.model_files import check_model
+from specbeam.doors.method_names import check_settings, setting_names
+from specbeam.doors.model_files import check_model, require_place_of_model
 from specbeam.doors.places import require_file
+from specbeam.engines.choices import check_is_model, check_kv, check_rounding, check_what_runs
 from specbeam.errors import MissingPackage
+
+if TYPE_CHECKING:
+    from specbeam.apps.serve.config import ServerConfig
 
 
 class ServeArguments(Record):
@@ -39,12 +44,39 @@ def serve(given: ServeArguments) -> int:
     from specbeam.apps.serve.config import read_config
 
     config = read_config(given.config, given.options)
-    check_model(config.model)
+    _check_models(config)
+    _check_files(config)
     for name in (config.method, *config.methods):
         if name not in ("", "auto"):
             setting_names(name)
-    if config.chat_template:
-        require_file(Path(config.chat_template).expanduser(), "give a file with a chat template")
+    if config.method != "auto":
+        check_settings(config.method, config.settings)
     from specbeam.apps.serve.run import serve as serve_until_ended
 
     return serve_until_ended(config)
+
+
+def _check_models(config: "ServerConfig") -> None:
+    """Raise an error for a wrong option of `specbeam.load`, from the command line or the configuration file."""
+    check_model(config.model)
+    check_is_model(config.draft)
+    if config.draft is not None:
+        require_place_of_model(config.draft)
+    check_rounding(config.quantize, "quantize")
+    check_kv(config.kv)
+    check_what_runs(config.engine, config.compute, config.quantize, False, None, config.tensor_parallel)
+
+
+def _check_files(config: "ServerConfig") -> None:
+    """Raise `MissingFile` for a file that is missing."""
+    wanted = {
+        config.chat_template: "give a file with a chat template",
+        config.api_key_file: "give a file of API keys",
+        config.tls_cert: "give the PEM file of the certificate chain",
+        config.tls_key: "give the PEM file of the private key",
+    }
+    for name, advice in wanted.items():
+        if name:
+            require_file(Path(name).expanduser(), advice)
+    for name in config.catalogues:
+        require_items(Path(name).expanduser())

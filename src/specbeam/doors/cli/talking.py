@@ -1,4 +1,4 @@
-"""A conversation in the terminal, with a pair or a server."""
+"""A conversation in the terminal, with a pair (`pair_speaker.py`) or a server. Imports nothing heavy."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,21 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from specbeam.core.names import hint
-from specbeam.doors.chats import BUNDLED_TEMPLATE, prompt_of_messages
-from specbeam.doors.cli.common import method_for, method_from
+from specbeam.doors.method_names import method_names, setting_names, settings_in
 from specbeam.doors.options.checks import FORMS
-from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import OPTIONS
 from specbeam.doors.plain import as_json, for_terminal, without_control
-from specbeam.doors.request import Request
 from specbeam.errors import MissingPackage, NotSupported, ServerRefused, SpecbeamError
-from specbeam.generation import pieces_of
-from specbeam.models.pair import Pair
-from specbeam.recipes.catalogue import methods
-from specbeam.recipes.method import Method
 
-CHUNK = 64  # tokens per block of the prefix cache
-KEPT_BYTES = 256 * 2**20  # memory of the prefix caches of all models
 TIMEOUT_S = 600.0  # seconds to wait for a server's next bytes
 COMMANDS = {
     "/help": "list the commands",
@@ -88,47 +79,6 @@ class Speaker(Protocol):
         ...
 
 
-class PairSpeaker:
-    """A pair in this process, with a prefix cache for the whole conversation."""
-
-    def __init__(self, pair: Pair, name: str, template: str | None) -> None:
-        own = getattr(pair.tokenizer, "chat_template", None)
-        chosen = template or own
-        if chosen is None and name == "bundled":
-            chosen = BUNDLED_TEMPLATE
-        if chosen is None:
-            raise NotSupported(f"{name} has no chat template; give --chat-template, or use `specbeam generate`")
-        self.pair = pair
-        self.name = name
-        self.template = chosen if chosen != own else None
-        self.holds_conversation = chosen != BUNDLED_TEMPLATE
-        models = [lm for lm in (pair.target, pair.draft) if lm is not None and hasattr(lm, "remember_prompts")]
-        for lm in models:
-            lm.remember_prompts(CHUNK, KEPT_BYTES // len(models))
-
-    def check(self, options: ChatOptions) -> str:
-        method = self._method(options)
-        method.parts(self.pair.target, self.pair.draft)
-        return f"{method.name}, {method.law}"
-
-    def _method(self, options: ChatOptions) -> Method:
-        return method_for(self.pair, options.method or None, options.method_settings)
-
-    def answer(self, messages: list[Message], options: ChatOptions, cost: Cost) -> Iterator[str]:
-        ids = prompt_of_messages(self.pair.tokenizer, self.template, messages)
-        settings = Settings.given(dict(options.settings), None)
-        request = Request.of(self.pair, ids, self._method(options), settings, options.seed)
-        for error in request.refused.values():
-            raise error
-        (session,) = request.sessions
-        yield from pieces_of(request)
-        best = request.answers(session)[0]
-        cost.tokens = len(best.tokens)
-        cost.passes = session.count.target_passes
-        cost.prompt_tokens = len(ids)
-        cost.known_tokens = session.recalled.get(self.pair.target, 0)
-
-
 class ServerSpeaker:
     """A server with OpenAI's API; only specbeam's server accepts methods and their settings."""
 
@@ -188,7 +138,7 @@ class ServerSpeaker:
         """Return the specbeam-specific fields of a request."""
         own: dict[str, Any] = {"method": options.method} if options.method else {}
         if options.method:
-            method_from(options.method, options.method_settings)  # raises an error for wrong settings
+            settings_in(options.method, options.method_settings)  # raises an error for wrong settings
         elif options.method_settings:
             raise NotSupported("settings need a method; choose one with --method NAME or /method NAME")
         for setting in options.method_settings:
@@ -384,13 +334,13 @@ class Chat:
     def choices(self) -> dict[str, Callable[[], Iterable[str]]]:
         """The values that complete the commands."""
         return {
-            "/method": lambda: [recipe.name for recipe in methods()],
+            "/method": method_names,
             "/set": lambda: [f"{name}=" for name in self._settings()],
         }
 
     def _settings(self) -> Iterable[str]:
         """Return the names of the settings of the method; none if it is that of a server."""
-        return next((recipe.settings for recipe in methods() if recipe.name == self._method), ())
+        return setting_names(self._method) if self._method in method_names() else ()
 
     def _change(self, options: ChatOptions) -> None:
         """Use other options from now on, unless they are wrong."""
