@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 import specbeam as sb
+from specbeam.doors import compilation_watch
 from specbeam.doors.chats import BUNDLED_TEMPLATE, prompt_of_messages
 from specbeam.doors.cli import pair_speaker
 from specbeam.doors.cli.line_editor import _completer, history_place, line_reader
@@ -319,6 +320,38 @@ def test_a_server_is_talked_with_in_the_same_way(pair, tmp_path):
         assert "passes per token" in shown
         _, shown = talk(speaker, "lang " * 2000, "Hallo.")
         assert "the server answered with status 400" in shown
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_that_the_server_compiles_until_the_text_begins(pair, tmp_path, monkeypatch, is_terminal):
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("httpx2")
+    from tests.apps.serve.test_server import CONFIG, running
+
+    monkeypatch.setattr("specbeam.apps.serve.asking.COMPILING_S", 0.05)
+    watch = compilation_watch()
+    make = type(sb.sampling()).parts
+
+    def slow(self, *given):
+        watch.note(True)
+        time.sleep(0.4)
+        watch.note(False)
+        return make(self, *given)
+
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    config = CONFIG.__class__(**vars(CONFIG) | {"chat_template": str(template)})
+    screen = Terminal()
+    with running(config, pair) as (url, _):
+        speaker = ServerSpeaker(url, "")
+        monkeypatch.setattr(type(sb.sampling()), "parts", slow)
+        chat = Chat(speaker, OPTIONS, Console(file=screen, width=200, force_terminal=is_terminal), Keyboard("Hallo."))
+        chat.run()
+    answer = chat.messages[-1]["content"]
+    assert answer
+    shown = screen.getvalue()
+    assert ("the server compiles for its processor, once: " in shown) == is_terminal
+    assert answer in shown.rpartition("once: ")[2]
 
 
 class Screen:

@@ -50,6 +50,40 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Compiling:
+    """What a speaker yields while it compiles steps: the number so far, and that of a first text; None if unknown."""
+
+    done: int
+    total: int | None
+
+    def __str__(self) -> str:
+        steps = f"{self.done} steps so far" if self.total is None else f"{self.done} of {self.total} steps"
+        return f"the server compiles for its processor, once: {steps}"
+
+
+class CompilingLine:
+    """A line on a terminal while a speaker compiles, below which nothing is written yet."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status: Any = None
+
+    def show(self, compiling: Compiling) -> None:
+        """Show how far it is."""
+        text = Text(str(compiling), "dim")
+        if self._status is None:
+            self._status = self._console.status(text)
+            self._status.start()
+        self._status.update(text)
+
+    def hide(self) -> None:
+        """Remove the line."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+@dataclass(frozen=True)
 class ChatOptions:
     """The decoding options of answers.
 
@@ -74,7 +108,7 @@ class Speaker(Protocol):
         """Return a description of the method. Raises `SpecbeamError` for wrong options."""
         ...
 
-    def answer(self, messages: list[Message], options: ChatOptions, cost: Cost) -> Iterator[str]:
+    def answer(self, messages: list[Message], options: ChatOptions, cost: Cost) -> "Iterator[str | Compiling]":
         """Yield the pieces of an answer, and set its cost at the end."""
         ...
 
@@ -95,7 +129,9 @@ class ServerSpeaker:
         except self._broken as error:
             raise ServerRefused(f"{url} is not the address of a server: {error}") from error
         self.name = self._model()
-        self.holds_conversation = self._holds_conversation()
+        props = self._props()
+        self._is_specbeam = "holds_conversation" in props
+        self.holds_conversation = bool(props.get("holds_conversation", True))
 
     def _model(self) -> str:
         try:
@@ -110,13 +146,13 @@ class ServerSpeaker:
                 f"the answer of {self._http.base_url} is not of OpenAI's API: {found.text[:80]!r}"
             ) from error
 
-    def _holds_conversation(self) -> bool:
-        """Return whether the model's template takes several messages; servers that are not specbeam's do not say."""
+    def _props(self) -> dict[str, Any]:
+        """Return what the server says of itself; only specbeam's says whether its template takes several messages."""
         try:
             found = self._http.get("/props").json()
         except (*self._broken, ValueError):
-            return True
-        return bool(found.get("holds_conversation", True)) if isinstance(found, dict) else True
+            return {}
+        return found if isinstance(found, dict) else {}
 
     @staticmethod
     def _raise_if_refused(answer: Any) -> None:
@@ -146,12 +182,13 @@ class ServerSpeaker:
             own[name] = _as_json(value)
         return own
 
-    def answer(self, messages: list[Message], options: ChatOptions, cost: Cost) -> Iterator[str]:
+    def answer(self, messages: list[Message], options: ChatOptions, cost: Cost) -> "Iterator[str | Compiling]":
         body = _fields_of(options.settings)
         body |= {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         if options.seed is not None:
             body["seed"] = options.seed
-        if own := body.pop("specbeam", {}) | self._own(options):
+        own = body.pop("specbeam", {}) | self._own(options)
+        if own or self._is_specbeam:  # with this object, even an empty one, a server of specbeam reports what it does
             body["specbeam"] = own
         try:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -173,8 +210,8 @@ def _fields_of(options: Mapping[str, Any]) -> dict[str, Any]:
     return body
 
 
-def _pieces(lines: Iterator[str], cost: Cost) -> Iterator[str]:
-    """Yield the text of a stream of events, and set its cost."""
+def _pieces(lines: Iterator[str], cost: Cost) -> "Iterator[str | Compiling]":
+    """Yield the text of a stream of events, and notes that the server compiles, and set its cost."""
     for line in lines:
         if not line.startswith("data: {"):
             continue
@@ -187,8 +224,10 @@ def _pieces(lines: Iterator[str], cost: Cost) -> Iterator[str]:
             cost.tokens = usage["completion_tokens"]
             cost.prompt_tokens = usage["prompt_tokens"]
             cost.known_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        report = (event.get("specbeam") or {}).get("report")
-        if report:
+        own = event.get("specbeam") or {}
+        if compiling := own.get("compiling"):
+            yield Compiling(compiling["done"], compiling["total"])
+        if report := own.get("report"):
             cost.passes = report["target_passes"]
 
 
@@ -363,19 +402,28 @@ class Chat:
         asked = [*before, message]
         cost = Cost()
         said: list[str] = []
+        line = CompilingLine(self.console)
         try:
             with closing(self.speaker.answer(asked, self.options, cost)) as pieces:  # type: ignore[type-var]
                 for piece in pieces:
-                    said.append(piece)
-                    self._show(piece)
+                    if isinstance(piece, Compiling):
+                        if not said:
+                            line.show(piece)
+                    elif piece:
+                        line.hide()
+                        said.append(piece)
+                        self._show(piece)
         except KeyboardInterrupt:
+            line.hide()
             self._note("\n(ended)")
         except SpecbeamError as error:
+            line.hide()
             if said:
                 self.console.print()
             self._complain(error)
             return False
         else:
+            line.hide()
             self.console.print()
             self._note(str(cost))
         self.messages = [*self.messages, message, {"role": "assistant", "content": "".join(said)}]
