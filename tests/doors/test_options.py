@@ -11,7 +11,7 @@ from specbeam.core.names import nearest
 from specbeam.doors.method_text import method_from
 from specbeam.doors.options import table
 from specbeam.doors.options.settings import Settings
-from specbeam.doors.options.table import OPTIONS, Options, aliases
+from specbeam.doors.options.table import OPTIONS, Options, aliases, checked_values
 from specbeam.errors import BadSetting
 from specbeam.generation import generate, stream, turns_of
 from tests.doors.cli.test_commands import specbeam
@@ -81,3 +81,11 @@ def test_the_default_method_has_one_law_with_and_without_a_draft(has_draft):
     assert found.report.law.startswith(expected.report.law)
     assert ("decoded without drafts" in found.report.law) == (not has_draft)
     assert "".join(sb.stream(pair, "abc", seed=3, max_new_tokens=8)) == found.text
+
+
+@pytest.mark.parametrize(("name", "meant"), [("num_beams", "sb.dsbd(beams=...)"), ("prompt_length", "")])
+def test_a_setting_of_methods_given_as_an_option_is_shown_in_its_place(name, meant):
+    with pytest.raises(BadSetting) as error:
+        checked_values({name: 4})
+    assert (meant in str(error.value)) == bool(meant)
+    assert ("but methods have" in str(error.value)) == bool(meant)

@@ -3,6 +3,17 @@
 import difflib
 from collections.abc import Iterable, Mapping
 
+# Settings of methods by their names in transformers, vLLM and papers.
+SETTINGS_ELSEWHERE = {
+    "num_beams": "beams",
+    "beam_width": "beams",
+    "beam_size": "beams",
+    "num_assistant_tokens": "depth",
+    "num_speculative_tokens": "depth",
+    "gamma": "depth",
+    "draft_tokens": "depth",
+}
+
 
 def nearest(name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None) -> str:
     """Return the known name most similar to an unknown one; "" if none is similar.

@@ -8,7 +8,7 @@ from typing import Any
 
 from specbeam.core.errors import BadSetting
 from specbeam.core.lazy import homes_in
-from specbeam.core.names import hint
+from specbeam.core.names import SETTINGS_ELSEWHERE, hint
 
 PACKAGE = Path(__file__).parents[1]
 _ZEROS = {"int": 0, "float": 0.0, "bool": False}
@@ -66,6 +66,15 @@ def settings_in(method: str, settings: Sequence[str]) -> dict[str, str]:
             read_value(name, value, known[name])
         found[name] = value
     return found
+
+
+def setting_meant(name: str) -> tuple[str, str]:
+    """Return a method and its setting of this name, or of this name elsewhere; ("", "") if no method has it."""
+    setting = SETTINGS_ELSEWHERE.get(name, name)
+    for method in ("dsbd", *method_names()):
+        if setting in setting_names(method):
+            return method, setting
+    return "", ""
 
 
 def check_settings(method: str, settings: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
-from specbeam.core.names import hint
+from specbeam.core.names import SETTINGS_ELSEWHERE, hint
 from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part, law_of
 
 
@@ -27,16 +27,6 @@ class RequestInfo:
 
 MOST = 65_536  # largest accepted number of beams, nodes or layers; larger numbers are taken for typing errors
 
-# Settings by their names in transformers, vLLM and papers.
-_ELSEWHERE = {
-    "num_beams": "beams",
-    "beam_width": "beams",
-    "beam_size": "beams",
-    "num_assistant_tokens": "depth",
-    "num_speculative_tokens": "depth",
-    "gamma": "depth",
-    "draft_tokens": "depth",
-}
 Given = ParamSpec("Given")
 Build = Callable[[LM | None, LM | None], Parts]  # takes the target and the draft model
 Check = Callable[[RequestInfo], None]  # raises an error if the method cannot serve the request
@@ -204,7 +194,7 @@ def recipe(make: Callable[Given, Method]) -> Callable[Given, Method]:
         for name in named:
             if name not in known:
                 settings = ", ".join(known) or "none"
-                near = hint(name, known, _ELSEWHERE)
+                near = hint(name, known, SETTINGS_ELSEWHERE)
                 raise BadSetting(f"{make.__name__}() has no setting {name}{near}; it has {settings}")
         return make(*given, **named)
 

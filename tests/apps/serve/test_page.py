@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.apps.serve.app import page_text
+from specbeam.doors import compilation_watch
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 
@@ -141,4 +143,37 @@ def test_in_a_browser_the_page_shows_the_text_of_the_server_and_each_turn(worded
                 assert page.evaluate("axe.run(document).then((found) => found.violations)") == []
             page.screenshot(path=str(tmp_path / f"{name}.png"), full_page=True)
             page.close()
+        browser.close()
+
+
+@pytest.mark.slow
+def test_in_a_browser_the_page_says_that_the_server_compiles(worded, monkeypatch):
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no Chromium")
+    from tests.apps.serve.test_server import CONFIG, PROMPT, running
+
+    monkeypatch.setattr("specbeam.apps.serve.asking.COMPILING_S", 0.05)
+    watch = compilation_watch()
+    make = type(sb.sampling()).parts
+
+    def slow(self, *given):
+        watch.note(True)
+        time.sleep(1)
+        watch.note(False)
+        return make(self, *given)
+
+    with running(CONFIG, worded) as (url, _), playwright.sync_playwright() as play:
+        monkeypatch.setattr(type(sb.sampling()), "parts", slow)
+        arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        browser = play.chromium.launch(executable_path=chromium, args=arguments)
+        page = browser.new_page()
+        page.goto(url)
+        page.get_by_test_id("prompt").fill(PROMPT)
+        page.get_by_test_id("tokens").fill("4")
+        page.get_by_test_id("run").click()
+        verdict = page.get_by_test_id("verdict")
+        verdict.filter(has_text="The server compiles for its processor, once: ").wait_for(timeout=60_000)
+        verdict.filter(has_text="Done.").wait_for(timeout=120_000)
         browser.close()

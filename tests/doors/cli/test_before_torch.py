@@ -55,6 +55,8 @@ WRONG = {
     "a number out of range": [["--batch-size", "0"], "Invalid value for '--batch-size'"],
     "an option of generation out of range": [["--top-p", "2"], "top_p is 2.0; it must be in (0, 1]"],
     "a schema that is not there": [["--json-schema", "missing"], "there is no file missing"],
+    "a setting as an option": [["--beams", "3"], "No such option: --beams; it is a setting of methods: --set beams=..."],
+    "a setting by its name elsewhere": [["--num-beams", "3"], "it is a setting of methods: --set beams=..."],
     "a catalogue that is not there": [["--catalogue", "missing"], "there is no file missing"],
     "an unknown device": [["--device", "cudaa:0"], "device is 'cudaa:0' (did you mean cuda?)"],
     "a device without its number": [["--device", "cuda:"], "device is 'cuda:'"],

@@ -43,6 +43,7 @@ from specbeam.doors.cli.serve import serve
 from specbeam.doors.cli.train import add_training
 from specbeam.doors.cli.transcribe import transcribe
 from specbeam.doors.cli.tune import tune
+from specbeam.doors.method_names import setting_meant
 from specbeam.errors import BadPrompt, SpecbeamError
 
 
@@ -61,6 +62,17 @@ class Commands(TyperGroup):
             raise ClosedPipe from error
         except EOFError as error:  # typer would print "Aborted"
             raise BadPrompt(f"a file ends too early: {error}") from error
+        except Exception as error:
+            if hasattr(error, "possibilities"):  # of an unknown option; its class differs between versions of typer
+                error.message = f"{error.message}{_advice(error)}"  # type: ignore[attr-defined]
+            raise
+
+
+def _advice(error: Any) -> str:
+    """Return a hint for an unknown option that is a setting of methods, at a command with settings; otherwise ""."""
+    takes_settings = any("--set" in one.opts for one in error.ctx.command.params)
+    _, setting = setting_meant(error.option_name.lstrip("-").replace("-", "_"))
+    return f"; it is a setting of methods: --set {setting}=..." if takes_settings and setting else ""
 
 
 class ClosedPipe(Exception):
