@@ -69,9 +69,8 @@ def check_device(name: str) -> None:
     kind, colon, number = name.partition(":")
     is_one = kind in _DEVICES or (kind.isidentifier() and len(entry_points(group=_EXTENSIONS)) > 0)
     if not is_one or number.isdecimal() != bool(colon):
-        raise BadSetting(
-            f"device is {name!r}{hint(kind, _DEVICES)}; it must be 'cpu', 'cuda', 'cuda:1' or another device of torch"
-        )
+        near = hint(kind.lower(), _DEVICES, {"gpu": "cuda"})
+        raise BadSetting(f"device is {name!r}{near}; it must be 'cpu', 'cuda', 'cuda:1' or another device of torch")
 
 
 def is_rounding(name: object) -> bool:

@@ -59,6 +59,7 @@ WRONG = {
     "a setting by its name elsewhere": [["--num-beams", "3"], "it is a setting of methods: --set beams=..."],
     "a catalogue that is not there": [["--catalogue", "missing"], "there is no file missing"],
     "an unknown device": [["--device", "cudaa:0"], "device is 'cudaa:0' (did you mean cuda?)"],
+    "a device by another name": [["--device", "gpu"], "device is 'gpu' (did you mean cuda?)"],
     "a device without its number": [["--device", "cuda:"], "device is 'cuda:'"],
     "a path that cannot be a hub id": [["-m", "models/llama/base"], "there is no folder models/llama/base"],
     "a name that is no path": [["-d", "my draft"], "there is no folder my draft"],
