@@ -47,6 +47,7 @@ from specbeam.recipes.joint.beams import mjsd as mjsd
 from specbeam.recipes.joint.beams import mmtad as mmtad
 from specbeam.recipes.joint.beams import mtad as mtad
 from specbeam.recipes.joint.tokens import mtjd as mtjd
+from specbeam.recipes.joint.windows import coral as coral
 from specbeam.recipes.lookup import prompt_lookup as prompt_lookup
 from specbeam.recipes.lookup import suffix_match as suffix_match
 from specbeam.recipes.lookup import token_recycling as token_recycling

@@ -20,6 +20,7 @@ from specbeam.recipes.heads import (
 )
 from specbeam.recipes.joint.beams import mjsd, mmtad, mtad
 from specbeam.recipes.joint.tokens import mtjd
+from specbeam.recipes.joint.windows import coral
 from specbeam.recipes.lookup import prompt_lookup, suffix_match, token_recycling
 from specbeam.recipes.method import Method, Recipe, recipe_of
 from specbeam.recipes.search import beam_search, speculative_beam_search
@@ -53,7 +54,7 @@ def _recipes() -> tuple[Callable[..., Method], ...]:
 
 def _head_recipes() -> tuple[Callable[..., Method], ...]:
     """Return the recipes for draft heads of one kind, which reject other pairs."""
-    return (eagle, fspad, medusa, mtp, chimera, specdiff, eesd, bita, hidden_transfer)
+    return (eagle, fspad, medusa, mtp, chimera, specdiff, eesd, bita, hidden_transfer, coral)
 
 
 RECIPES = _recipes()

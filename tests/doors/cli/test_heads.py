@@ -153,21 +153,36 @@ def test_the_options_of_a_window_reach_its_training(tmp_path, monkeypatch):
     pair = words.pair()
     monkeypatch.setattr(train_commands, "quiet_load", lambda model, draft, engine: {"target": pair}[model])
     (tmp_path / "prompts.txt").write_text("abc\ncab\n")
-    options = ["--depth", "2", "--enters", "4", "--variation", "0.25", "--epochs", "3", "--beams", "2", "--seed", "5"]
+    options = [
+        "--depth",
+        "2",
+        "--behind",
+        "5",
+        "--enters",
+        "4",
+        "--variation",
+        "0.25",
+        "--epochs",
+        "3",
+        "--beams",
+        "2",
+        "--seed",
+        "5",
+    ]
     places = ["-m", "target", "-f", str(tmp_path / "prompts.txt"), "-o", "taught", "--trees", "trees"]
     done = CliRunner().invoke(app, ["train", "coral", *places, *options], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     assert given["target"] is pair
     assert given["prompts"] == ["abc", "cab"]
     assert given["trees"] == Path("trees")
-    assert given["plan"] == {"depth": 2, "enters": 4, "decay": None, "variation": 0.25}
+    assert given["plan"] == {"depth": 2, "behind": 5, "enters": 4, "decay": None, "variation": 0.25}
     assert given["draws"] == DrawPlan(beams=2, seed=5)
     assert given["schedule"] == Schedule(3, **WINDOW_KIND.schedule, seed=5)
     assert 'sb.load("taught", draft="taught/window")' in done.output
 
 
 def test_each_option_of_a_plan_is_on_the_command_line():
-    taken = {name for kind in KINDS.values() for name in kind.takes}
+    taken = {name for kind in (*KINDS.values(), WINDOW_KIND) for name in kind.takes}
     assert taken == {*PLAN_OPTIONS}
     assert taken | {"variation"} == {field.name for field in fields(HeadPlan)}
 

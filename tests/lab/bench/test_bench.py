@@ -121,7 +121,7 @@ def test_a_head_is_measured_with_every_method_and_that_of_its_paper(with_head):
     assert all(cell.efficiency >= 1 for cell in cells)
 
 
-@pytest.mark.parametrize("make", HEAD_RECIPES)
+@pytest.mark.parametrize("make", [make for make in HEAD_RECIPES if make().exact])
 def test_each_recipe_for_heads_has_a_shape_in_the_budget(make):
     name = make.__name__
     shapes = of_paper(name, 10)

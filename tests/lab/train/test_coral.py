@@ -8,9 +8,11 @@ import torch
 import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lab.train import DrawPlan, MemorySchedule, Schedule, train_coral
-from specbeam.lab.train.coral import LearntWindow
+from specbeam.lab.train.coral import LearntWindow, drafted_tokens
+from specbeam.models.heads.head import DraftRows
 from specbeam.models.heads.hidden_transfer import HiddenTransfer
 from specbeam.models.heads.trees import chain_of
+from specbeam.models.heads.window import TextWindows
 from specbeam.models.loading.language_models import language_model
 from tests.support import words
 from tests.support.checking import refused
@@ -83,3 +85,45 @@ def test_what_cannot_be_taught_is_refused(tmp_path):
         train_coral(rounded, ["abc", "cab"], tmp_path, plan={"rank": 4})
     with pytest.raises(BadSetting, match="but the model is frozen"):
         MemorySchedule(frozen=True, rate=1e-3)
+
+
+def test_a_window_behind_is_learned_on_corrupted_texts_and_read_by_coral(tmp_path):
+    """The loss is that of the true tokens: of a model that knows them it is 0, and replaced tokens are drawn ones alone."""
+    pair = sb.load(tiny("llama", num_hidden_layers=3), tokenizer=words.tokenizer())
+    prompts = ["abc", "Hello", "you", "cab"]
+    draws = DrawPlan(beams=1, max_new_tokens=6)
+    plan = {"depth": 2, "enters": 2, "behind": 3}
+    train_coral(pair, prompts, tmp_path, draws=draws, schedule=Schedule(epochs=1), plan=plan)
+    taught = sb.load(tmp_path, draft=tmp_path / "window", tokenizer=words.tokenizer(), probe=False)
+    assert taught.draft.head.behind == 3
+    found = sb.generate(taught, "abc", sb.coral(), temperature=0, max_new_tokens=10)[0]
+    assert found.report.target_passes <= found.report.tokens
+    with pytest.raises(BadSetting, match="behind is 4, but the target has learned 3"):
+        sb.generate(taught, "abc", sb.coral(behind=4), temperature=0)
+
+
+def test_rows_behind_are_those_that_decoding_reads():
+    """The loss of training, and the logits of `TextWindows` for the same text with a wrong token."""
+    model = tiny("llama", num_hidden_layers=3)
+    true = [3, 14, 15, 9, 26, 5]
+    wrong = [3, 14, 15, 8, 26, 5]
+    behind = 2
+    window = LearntWindow(copy.deepcopy(model), 2, 1, behind)
+    drawn = torch.tensor([[False, False, False, True, True, True]])
+    loss = window.behind_loss(trees_of(model, true, 1), trees_of(model, wrong, 1), drawn)
+    states = trees_of(model, wrong, 1).states[1][0]
+    logits = TextWindows(window).logits(states, 0, behind)
+    rows = [(place, back) for place in range(len(true)) for back in range(behind) if place - back >= 3]
+    losses = [-logits[place, back].log_softmax(-1)[true[place - back]] for place, back in rows]
+    assert len(rows) == 5
+    assert loss.item() == pytest.approx(torch.stack(losses).mean().item(), abs=1e-5)
+
+
+def test_corrupted_tokens_are_draws_from_the_window_ahead():
+    """Of the laws below their parents; the first token has none."""
+    model = tiny("llama", num_hidden_layers=3)
+    trees = trees_of(model, [3, 14, 15, 9], 1)
+    sure = torch.full((2, 64), -1e9)
+    sure[0, 7] = sure[1, 8] = 0.0
+    drafts = [DraftRows(torch.tensor([1, 2]), sure)]
+    assert drafted_tokens(trees, drafts).tolist() == [[-1, -1, 7, 8]]

@@ -25,6 +25,7 @@ SETTINGS = {
     "bita": {"nodes": 8, "depth": 3, "top": 3, "tree": "odds"},
     "hidden_transfer": {"nodes": 8, "depth": 3, "top": 3, "tree": "odds"},
 }
+EXACT = [make for make in HEAD_RECIPES if make is not sb.coral]  # see tests/methods/test_coral.py
 TREE = {"nodes": 8, "depth": 3, "top": 3}
 
 
@@ -48,7 +49,7 @@ def pairs():
     return {name: replace(pair, draft=draft) for name, draft in drafts.items()}
 
 
-@pytest.mark.parametrize("make", HEAD_RECIPES)
+@pytest.mark.parametrize("make", EXACT)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_text_is_that_of_sampling(make, temperature, pairs):
     pair = pairs[make.__name__]
@@ -60,7 +61,7 @@ def test_the_text_is_that_of_sampling(make, temperature, pairs):
         assert all(one.report.draft_passes > 0 for one in found)
 
 
-@pytest.mark.parametrize("make", HEAD_RECIPES)
+@pytest.mark.parametrize("make", EXACT)
 def test_drafts_of_heads_are_pruned_by_the_first_layers(make, pairs):
     """Whatever the head needs of the target's inner layers itself."""
     pair = pairs[make.__name__]
@@ -70,7 +71,7 @@ def test_drafts_of_heads_are_pruned_by_the_first_layers(make, pairs):
     assert [one.tokens for one in found] == [one.tokens for one in plain]
 
 
-@pytest.mark.parametrize("make", HEAD_RECIPES)
+@pytest.mark.parametrize("make", EXACT)
 def test_other_heads_and_other_drafts_are_refused(make, pairs):
     kinds = {
         "eagle": "EAGLE-3",
@@ -95,7 +96,7 @@ def test_other_heads_and_other_drafts_are_refused(make, pairs):
         make().parts(pairs["eagle"].target, None)
 
 
-@pytest.mark.parametrize("make", HEAD_RECIPES)
+@pytest.mark.parametrize("make", EXACT)
 def test_names_settings_and_laws(make):
     assert resolve(make.__name__).name == make.__name__
     assert make.__name__ in {one.name for one in sb.methods()}

@@ -175,6 +175,14 @@ PLAN_OPTIONS: dict[str, Any] = {
             "the layers after it are trained.",
         ),
     ],
+    "behind": Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Number of tokens behind that each position also learns to predict, its own token included; 0: none. By "
+            "default 8.",
+        ),
+    ],
     "exit_layer": Annotated[
         int | None,
         typer.Option(

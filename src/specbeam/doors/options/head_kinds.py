@@ -88,8 +88,8 @@ HEAD_KINDS = {
 
 # Windows are trained into a copy of the target (`train_coral`), with the options of a head.
 WINDOW_KIND = HeadKind(
-    "a copy of the target to predict a window of tokens (COrAL)",
-    {"depth": 3},
-    ("depth", "enters", "decay"),
+    "a copy of the target to predict windows of tokens ahead and behind (COrAL)",
+    {"depth": 3, "behind": 8},
+    ("depth", "behind", "enters", "decay"),
     {"rate": 0.02, "embedding_rate": 0.005, "batch_tokens": 8_000},
 )

@@ -32,6 +32,7 @@ class HeadPlan:
         variation: share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
         prefix: number of soft prompts in each layer.
         enters: the layer at which rows made of hidden states enter.
+        behind: of COrAL's windows: number of tokens behind that a row also learns to predict, its own token included.
         regression: weight of the error of estimated hidden states, relative to the error of laws.
         read_out: of Chimera heads: "own", a matrix of all tokens for each depth, or "shared", a map for each depth and one
             matrix of tokens; see `ChimeraShape`.
@@ -54,13 +55,16 @@ class HeadPlan:
     exit_layer: int | None = None
     prefix: int = 16
     enters: int = 1
+    behind: int = 0
 
     def __post_init__(self) -> None:
         """Raise `BadSetting` if a value is wrong."""
         for name in ("draft_vocab", "inner", "layers", "depth", "rank"):
             value = getattr(self, name)
             require(is_integer(value) and value >= 1, name, value, "an integer of at least 1")
-        require(is_integer(self.prefix) and self.prefix >= 0, "prefix", self.prefix, "an integer of at least 0")
+        for name in ("prefix", "behind"):
+            value = getattr(self, name)
+            require(is_integer(value) and value >= 0, name, value, "an integer of at least 0")
         require(is_integer(self.enters) and self.enters >= 1, "enters", self.enters, "an integer of at least 1")
         are_taps = isinstance(self.taps, tuple) and len(self.taps) > 0
         are_taps = are_taps and all(is_integer(tap) and tap >= 0 for tap in self.taps)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from specbeam.core import FINAL
@@ -17,13 +17,24 @@ if TYPE_CHECKING:
 
 def scored(model: "PreTrainedModel", batch: TreeBatch, taps: tuple[int, ...]) -> ScoredTrees:
     """Return a batch of trees with the target's hidden states at these taps (see `Needs.columns`), float32."""
-    states = hidden_states(model, batch, taps)
-    return ScoredTrees(batch.tokens, batch.parents, batch.positions, batch.mask[:, 0] == 0, states)
+    sees = batch.mask[:, 0] == 0
+    states = hidden_states(model, batch.tokens, batch.positions, sees, taps)
+    return ScoredTrees(batch.tokens, batch.parents, batch.positions, sees, states)
+
+
+def scored_again(model: "PreTrainedModel", trees: ScoredTrees, tokens: Int64[Tensor, "rows length"]) -> ScoredTrees:
+    """Return trees of the same shape with other tokens, and the target's hidden states on them."""
+    states = hidden_states(model, tokens, trees.depths, trees.sees, tuple(trees.states))
+    return trees._replace(tokens=tokens, states=states)
 
 
 @torch.no_grad()
 def hidden_states(
-    model: "PreTrainedModel", batch: TreeBatch, taps: tuple[int, ...]
+    model: "PreTrainedModel",
+    tokens: Int64[Tensor, "rows length"],
+    positions: Int64[Tensor, "rows length"],
+    sees: Bool[Tensor, "rows length length"],
+    taps: tuple[int, ...],
 ) -> dict[int, Float[Tensor, "rows length size"]]:
     """Return the hidden states of a model on a batch of trees, by tap; without taps the model does not run."""
     if not taps:
@@ -48,11 +59,11 @@ def hidden_states(
             handles.append(layers[-1].register_forward_hook(keep_output))
     try:
         # As in drafting, heads read unrounded states.
-        with torch.autocast(batch.tokens.device.type, enabled=False):
+        with torch.autocast(tokens.device.type, enabled=False):
             last = model.base_model(
-                input_ids=batch.tokens,
-                position_ids=batch.positions,
-                attention_mask=masks.of_trees(batch.mask[:, 0] == 0, batch.positions),
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=masks.of_trees(sees, positions),
                 use_cache=False,
             ).last_hidden_state
     finally:

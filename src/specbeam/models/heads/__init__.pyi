@@ -30,3 +30,6 @@ from specbeam.models.heads.trees import chain_of as chain_of
 from specbeam.models.heads.trees import lineage as lineage
 from specbeam.models.heads.trunk import PairTrunk as PairTrunk
 from specbeam.models.heads.trunk import TrunkShape as TrunkShape
+from specbeam.models.heads.window import offsets_of as offsets_of
+from specbeam.models.heads.window import seen_in_window as seen_in_window
+from specbeam.models.heads.window import through_last_layers as through_last_layers

@@ -24,11 +24,14 @@ class HiddenTransfer(ExtraHead):
         depth: number of maps.
         layer: the layer whose inputs the maps read, and where their outputs enter.
         width: size of a hidden state.
+        behind: number of tokens behind that the target has learned to predict likewise, each token itself included: COrAL's
+            backward window (see heads/window.py).
     """
 
-    def __init__(self, target: "PreTrainedModel", depth: int, layer: int, width: int) -> None:
+    def __init__(self, target: "PreTrainedModel", depth: int, layer: int, width: int, behind: int = 0) -> None:
         super().__init__(target, depth)
         self.layer = layer
+        self.behind = behind
         maps = [nn.Linear(width, width) for _ in range(depth)]
         for one in maps:
             nn.init.eye_(one.weight)
@@ -45,6 +48,7 @@ class HiddenTransfer(ExtraHead):
             "kind": "HiddenTransfer: maps states to later tokens' states, in the target's own pass",
             "drafts": str(self.depth),
             "reads": f"the input of layer {self.layer}, where its rows enter",
+            **({"predicts behind": f"{self.behind} tokens"} if self.behind else {}),
             **self.described_ranks,
         }
 

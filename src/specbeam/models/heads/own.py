@@ -58,7 +58,7 @@ def extra_rows_config(head: ExtraHead) -> dict[str, Any]:
         _, kv_heads, prefix, size = head.keys.shape
         return {FIELD: "bita", **config, "kv_heads": kv_heads, "prefix": prefix, "head_size": size}
     assert isinstance(head, HiddenTransfer)
-    return {FIELD: "hidden_transfer", **config, "enters": head.layer}
+    return {FIELD: "hidden_transfer", **config, "enters": head.layer, "behind": head.behind}
 
 
 def own_config(kind: str, head: PairTrunk | Chimera | Denoiser | ExitHead, target: "PreTrainedModel") -> dict[str, Any]:
@@ -117,7 +117,8 @@ def _read_extra_rows(kind: str, files: HeadFiles) -> ExtraHead:
         layer = top.whole("enters")
         if layer >= layers:
             raise top.bad("enters", f"below {layers}, the number of layers of the target")
-        head = HiddenTransfer(target, depth, layer, files.width)
+        behind = top.whole("behind", 0, least=0, most=MOST_ROWS)
+        head = HiddenTransfer(target, depth, layer, files.width, behind)
     head.ranks = _ranks(top)
     return filled(head, files)
 
