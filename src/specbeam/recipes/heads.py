@@ -40,11 +40,11 @@ GUESS = ((0.4, 0.15, 0.08, 0.05, 0.03), (0.3, 0.11, 0.06, 0.04, 0.02), (0.25, 0.
 
 
 def _is_eagle(head: Head) -> bool:
-    return isinstance(head, PairTrunk) and head.shape.pairs != "normed projection" and not head.shape.sampling
+    return isinstance(head, PairTrunk) and head.shape.pairs != "normed projection" and not head.is_fspad
 
 
 def _is_fspad(head: Head) -> bool:
-    return isinstance(head, PairTrunk) and bool(head.shape.sampling)
+    return isinstance(head, PairTrunk) and head.is_fspad
 
 
 def _is_mtp(head: Head) -> bool:

@@ -440,6 +440,30 @@ def test_a_head_of_another_target_is_refused(pair, tmp_path):
             read_head(tmp_path / kind, other)
 
 
+def test_an_eagle_head_is_fspad_without_its_modules_and_each_can_be_left_out(pair, tmp_path):
+    """What is written is read with the modules that it has, and belongs to the recipe of its paper."""
+    modules = {"eagle": None, "both": "both", "sampling": "sampling", "alignment": "alignment"}
+    found = {}
+    for name, asked in modules.items():
+        kind = "eagle" if asked is None else "fspad"
+        plan = planned(pair.target_model, KINDS[kind].usual, {"modules": asked})
+        folder = tmp_path / name
+        KINDS[kind].save(KINDS[kind].new(pair.target_model, plan, None), pair.target_model, plan, folder)
+        head = read_head(folder, pair.target_model)
+        found[name] = (bool(head.shape.sampling), bool(head.shape.alignment), head.shape.logit_gradient)
+        assert head.is_fspad == (kind == "fspad")
+        drafting = sb.load(pair.target_model, draft=folder, probe=False)
+        assert getattr(sb, kind)().parts(drafting.target, drafting.draft).law == "exact: plain sampling"
+    assert found == {
+        "eagle": (False, False, 1.0),
+        "both": (True, True, 0.5),
+        "sampling": (True, False, 1.0),
+        "alignment": (False, True, 0.5),
+    }
+    with pytest.raises(BadSetting, match="modules is 'none'; it must be one of both, sampling, alignment"):
+        planned(pair.target_model, {}, {"modules": "none"})
+
+
 def test_a_part_of_the_gradient_of_logits_reaches_the_states(pair):
     """The numbers are the same, whatever the part."""
     head = KINDS["fspad"].new(pair.target_model, planned(pair.target_model, {}, {}), None)

@@ -151,6 +151,12 @@ PLAN_OPTIONS: dict[str, Any] = {
         float | None,
         typer.Option(help="Weight in the loss of the error of estimated hidden states; by default 10."),
     ],
+    "modules": Annotated[
+        Literal["both", "sampling", "alignment"] | None,
+        typer.Option(
+            help="'both', or only feature 'sampling', or only partial 'alignment', to compare them; by default 'both'."
+        ),
+    ],
     "read_out": Annotated[
         Literal["shared", "own"] | None,
         typer.Option(

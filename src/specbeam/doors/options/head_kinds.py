@@ -47,10 +47,15 @@ HEAD_KINDS = {
         {"layers": 2, "depth": 5},
         (*SIZES, "rank"),
     ),
+    "eagle": HeadKind(
+        "an EAGLE head, whose states estimate the target's",
+        {"layers": 1, "depth": 4},
+        ("draft_vocab", "inner", "layers", "depth", "decay", "regression"),
+    ),
     "fspad": HeadKind(
         "an FSPAD head: EAGLE with feature sampling and partial alignment",
         {"layers": 1, "depth": 4},
-        ("draft_vocab", "inner", "layers", "depth", "decay", "regression"),
+        ("draft_vocab", "inner", "layers", "depth", "decay", "regression", "modules"),
     ),
     "medusa": HeadKind(
         "Medusa heads, one per draft depth",

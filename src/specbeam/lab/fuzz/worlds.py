@@ -31,6 +31,7 @@ HEAD_METHODS = {
     "eagle3": ("eagle", "dsbd"),
     "peagle": ("eagle", "speculative_sampling"),
     "dspark": ("speculative_sampling", "dsbd"),
+    "eagle": ("eagle",),
     "fspad": ("fspad",),
     "medusa": ("medusa", "specinfer"),
     "chimera": ("chimera",),

@@ -28,7 +28,7 @@ from specbeam.lab.train.exit_choice import chosen_exit
 from specbeam.lab.train.extra_rows import RankedDrafts, new_bita, new_hidden_transfer, rank_odds, save_extra_rows
 from specbeam.lab.train.fitting import Schedule, check_optimizers
 from specbeam.lab.train.folders import keep_options, prefixed, work_folder
-from specbeam.lab.train.fspad import new_fspad
+from specbeam.lab.train.fspad import new_eagle, new_fspad
 from specbeam.lab.train.head_files import as_written, save_own
 from specbeam.lab.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options, warn_of_rounding
 from specbeam.lab.train.losses import Lesson, draft_loss, overlap
@@ -85,6 +85,7 @@ KINDS = {
     "eagle3": Kind(HEAD_KINDS["eagle3"], new_eagle3, save_eagle3),
     "peagle": Kind(HEAD_KINDS["peagle"], new_peagle, save_peagle),
     "dspark": Kind(HEAD_KINDS["dspark"], new_dspark, save_dspark),
+    "eagle": Kind(HEAD_KINDS["eagle"], new_eagle, partial(save_own, "eagle")),
     "fspad": Kind(HEAD_KINDS["fspad"], new_fspad, partial(save_own, "fspad")),
     "medusa": Kind(HEAD_KINDS["medusa"], new_medusa, save_medusa),
     "chimera": Kind(HEAD_KINDS["chimera"], new_chimera, partial(save_own, "chimera")),

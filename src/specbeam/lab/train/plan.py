@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LATE = 0.5  # by default, rows enter after this share of the target's layers
+BOTH = "both"
+SAMPLING = "sampling"
+ALIGNMENT = "alignment"
+MODULES = (BOTH, SAMPLING, ALIGNMENT)  # of FSPAD heads
 FULL_VOCAB = 32_000  # heads take a vocabulary of up to this size whole by default
 
 
@@ -34,6 +38,7 @@ class HeadPlan:
         enters: the layer at which rows made of hidden states enter.
         behind: of COrAL's windows: number of tokens behind that a row also learns to predict, its own token included.
         regression: weight of the error of estimated hidden states, relative to the error of laws.
+        modules: of FSPAD heads: "both", or only feature "sampling", or only partial "alignment"; an EAGLE head has neither.
         read_out: of Chimera heads: "own", a matrix of all tokens for each depth, or "shared", a map for each depth and one
             matrix of tokens; see `ChimeraShape`.
         shown: of SpecDiff heads: the share of blocks, in [0, 1), that are trained with some of their drafts shown, for
@@ -50,6 +55,7 @@ class HeadPlan:
     decay: float = 0.8
     variation: float = 0.5
     regression: float = 10.0
+    modules: str = BOTH
     read_out: str = "shared"
     shown: float = 0.5
     exit_layer: int | None = None
@@ -74,6 +80,7 @@ class HeadPlan:
         require(0 < self.decay <= 1, "decay", self.decay, "in (0, 1]")
         require(self.regression >= 0, "regression", self.regression, "at least 0")
         require(0 <= self.variation <= 1, "variation", self.variation, "in [0, 1]")
+        require(self.modules in MODULES, "modules", self.modules, f"one of {', '.join(MODULES)}")
         require(self.read_out in READ_OUTS, "read_out", self.read_out, f"one of {', '.join(READ_OUTS)}")
         require(0 <= self.shown < 1, "shown", self.shown, "in [0, 1)")
 

@@ -137,7 +137,7 @@ def _ranks(top: Fields) -> tuple[tuple[float, ...], ...]:
 
 
 def _trunk(files: HeadFiles, sizes: LayerSizes) -> PairTrunk:
-    """Return a pair trunk without its weights (FSPAD)."""
+    """Return a pair trunk without its weights (FSPAD, EAGLE)."""
     top = files.fields
     given = top.inner("shape")
     shape = _made(TrunkShape, given, {"sizes": sizes, "views": ()})
@@ -201,6 +201,7 @@ READERS: dict[str, Callable[[HeadFiles, LayerSizes], Head]] = {
     "fspad": _trunk,
     "chimera": _chimera,
     "specdiff": _denoiser,
+    "eagle": _trunk,
 }
 
 

@@ -176,6 +176,11 @@ class PairTrunk(LayeredHead):
         return self.shape.views
 
     @property
+    def is_fspad(self) -> bool:
+        """Whether the head has one of FSPAD's modules."""
+        return bool(self.shape.sampling or self.shape.alignment)
+
+    @property
     def described(self) -> dict[str, str]:
         shape = self.shape
         kinds = {"attention": "EAGLE-3", "projection": "EAGLE-1, EAGLE-2 or HASS", "normed projection": "MTP"}
@@ -188,7 +193,7 @@ class PairTrunk(LayeredHead):
             order = "feature, then embedding" if shape.swaps else "embedding, then feature"
             reads = {"reads": described_taps(shape.taps), "projects": f"{order}, both normed"}
         return {
-            "kind": f"{'FSPAD' if shape.sampling else kinds[shape.pairs]}: reads pairs of a feature and the next token",
+            "kind": f"{'FSPAD' if self.is_fspad else kinds[shape.pairs]}: reads pairs of a feature and the next token",
             "layers": str(shape.layers),
             **reads,
             "feeds back": "normed states" if shape.feeds_normed else "states before the norm",
