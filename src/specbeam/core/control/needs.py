@@ -110,7 +110,7 @@ class DraftedPairs(NamedTuple):
     nodes: Array  # int64[pairs]: forest nodes of the pairs; -1 for none
 
 
-def prior_odds(weight: float = 8.0) -> Odds:
+def prior_odds(weight: float = 3.0) -> Odds:
     """Return the odds before the first turn, fitted on the bundled pair, with the weight of `weight` trials."""
     middles = np.concatenate(([-4.0], (EDGES[1:] + EDGES[:-1]) / 2, [4.0]))
     live = np.zeros((CELLS, 2))
