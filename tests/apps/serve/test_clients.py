@@ -9,7 +9,8 @@ import pytest
 import specbeam as sb
 from specbeam.doors import compilation_watch
 from specbeam.doors.chats import prompt_of_messages
-from specbeam.doors.cli.talking import ChatOptions, Cost, PairSpeaker
+from specbeam.doors.cli.pair_speaker import PairSpeaker
+from specbeam.doors.cli.talking import ChatOptions, Cost
 from specbeam.doors.sources import token_ids
 from specbeam.errors import BadPrompt
 from tests.support import words

@@ -18,7 +18,7 @@ from specbeam.lab.train.exit_choice import candidates, expected_speed
 from specbeam.lab.train.heads import KINDS
 from specbeam.lab.train.losses import overlap
 from specbeam.lab.train.plan import planned, usual_taps
-from specbeam.lab.train.teacher import hidden_states, scored
+from specbeam.lab.train.teacher import scored
 from specbeam.lab.train.trees import Trees
 from specbeam.models.heads.exit import ExitHead, ExitLM
 from specbeam.models.heads.read import read_head
@@ -242,7 +242,7 @@ def test_hidden_states_are_those_of_the_target_by_layer(pair, small_files, drawn
     trees = Trees.read(drawn / "held_out.npz")
     (batch,) = batches_of(trees, 100_000, np.random.default_rng(0))
     layers = pair.target_model.config.num_hidden_layers
-    found = hidden_states(pair.target_model, batch, (0, 1, layers, -1))
+    found = scored(pair.target_model, batch, (0, 1, layers, -1)).states
     row = 0
     size = int((batch.parents[row] >= 0).sum()) + 1
     for node in (size - 1, size // 2):
@@ -289,7 +289,7 @@ def test_a_head_learns_in_trees_what_it_would_draft_in_chains(pair, small_files,
     [
         ({"kind": "eagle9"}, "kind is 'eagle9'; it must be one of eagle3"),
         ({"plan": {"layers": 0}}, "layers is 0"),
-        ({"plan": {"width": 3}}, "width is not an option of a head; the options are decay, depth,"),
+        ({"plan": {"width": 3}}, "width is not an option of a head; the options are behind, decay, depth,"),
         ({"plan": {"taps": (0, 99)}}, r"taps is \(0, 99\); LlamaForCausalLM has 2 layers"),
         ({"plan": {"taps": ()}}, r"taps is \(\); it must be a tuple"),
         ({"plan": {"taps": (-1, 1)}}, r"taps is \(-1, 1\); it must be a tuple of integers of at least 0"),
