@@ -28,8 +28,8 @@ FUZZ_WORLDS = (
     "every method", "no draft", "words", "forms", "short context", "the target drafts", "padded draft", "padded target",
     "two tokens", "200,000 tokens", "qwen3", "gemma2", "gpt2", "mistral", "opt", "bloom", "mixtral", "falcon", "phi",
     "int8", "int4", "int8 drafts", "int4 drafts", "bfloat16 keys", "swift", "memory",
-    "eagle3 head", "peagle head", "dspark head", "fspad head", "medusa head", "chimera head", "specdiff head", "eesd head",
-    "bita head", "hidden_transfer head", "bart", "marian", "t5", "whisper",
+    "eagle3 head", "peagle head", "dspark head", "eagle head", "fspad head", "medusa head", "chimera head", "specdiff head",
+    "eesd head", "bita head", "hidden_transfer head", "bart", "marian", "t5", "whisper",
 )  # fmt: skip
 PAPERS = ("dsbd", "mtad", "rsd")  # of `bench paper`
 BUDGETS = (5, 10, 21, 30)  # nodes of `bench efficiency`

@@ -117,7 +117,7 @@ def test_a_bad_prompt_costs_itself_only(models, tmp_path):
         (["evaluate", "diff", "--prompt", "x", "--beams", "1"], "Invalid value for '--beams'"),
         (["evaluate", "diff", "--prompt", "x", "--rows", "0"], "Invalid value for '--rows'"),
         (["evaluate", "diff", "--prompt", "x", "--batch-size", "-1"], "Invalid value for '--batch-size'"),
-        (["evaluate", "diff", "--prompt", "x", "--dtype", "bfloat17"], "like 'float32' or 'bfloat16'"),
+        (["evaluate", "diff", "--prompt", "x", "--dtype", "bfloat17"], "it must be one of auto, float32, bfloat16"),
     ],
 )
 def test_mistakes_get_one_sentence_and_exit_code_2(arguments, message):
