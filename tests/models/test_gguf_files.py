@@ -1,5 +1,6 @@
 """GGUF files: what the compiled forward makes of their blocks is the model of their weights, exactly."""
 
+import json
 import warnings
 from contextlib import suppress
 
@@ -30,6 +31,7 @@ from specbeam.models.checkpoints.gguf import read_header
 from specbeam.models.heads.files import HeadFiles
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.quantised import rounding_of
+from tests.doors.cli.test_commands import specbeam
 from tests.models.test_compiled_forward import scored
 from tests.models.test_huggingface import check_random_turns
 from tests.support import words
@@ -235,6 +237,18 @@ def test_the_tokenizer_and_the_chat_template_are_those_of_the_file(tmp_path):
     assert pair.eos == (1,)
     assert sb.load(pair.target_model).tokenizer("abc")["input_ids"] == pair.tokenizer("abc")["input_ids"]
     assert sb.generate(pair, "abc", sb.dsbd(2), max_new_tokens=3)[0].text
+
+
+def test_the_command_line_takes_a_file_and_a_folder_with_one(tmp_path):
+    tokens = spelled()
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tiny("llama", **SMALL, vocab_size=len(tokens[0])), "Q8_0", tokens=tokens)
+    expected = sb.generate(sb.load(path), "abc", "greedy", max_new_tokens=3)[0].tokens
+    for name in (path, tmp_path):
+        arguments = ("-m", str(name), "abc", "--method", "greedy", "--max-new-tokens", "3", "--json")
+        code, out, _ = specbeam("generate", *arguments)
+        assert code == 0
+        assert json.loads(out)["tokens"] == expected
 
 
 def test_a_file_without_a_tokenizer_takes_token_ids_with_a_warning(tmp_path):

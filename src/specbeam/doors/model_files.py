@@ -9,27 +9,35 @@ from typing import Any
 from specbeam.core.errors import BadCheckpoint, BadSetting, MissingFile, NotSupported
 from specbeam.core.names import hint
 from specbeam.models.checkpoints.boundary import json_object
-from specbeam.models.checkpoints.folders import CONFIG, checked_folder
+from specbeam.models.checkpoints.folders import ADAPTER, CONFIG, checked_folder, gguf_in
 
 MEMORY = "memory.json"  # in folders of `specbeam train hmt`
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_SERVED = ("vllm:", "openai:")  # beginnings of the names of targets that other programs run
+_SERVED = re.compile(
+    r"[\w.-]{2,}:."
+)  # the beginning of the name of a target that another program runs, as "vllm:MODEL"
 # Names of languages in tokenizers of translation models: eng_Latn (NLLB), fr_XX (mBART), __fr__ (M2M100).
 _LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Z][A-Za-z]{1,3}|__[a-z]{2,3}__")
 
 
 def check_model(name: str) -> None:
-    """Raise an error if a name is a path at which there is no model. Hub ids are left to loading."""
-    folder = require_place_of_model(name)
-    if folder.exists() and not (folder / MEMORY).is_file():
-        json_object(checked_folder(folder) / CONFIG)
+    """Raise an error if a name is a path at which there is no model. What is no path is left to loading."""
+    path = require_place_of_model(name)
+    if _SERVED.match(name) or _needs_no_config(path) or not path.exists():
+        return
+    json_object(checked_folder(path) / CONFIG)
+
+
+def _needs_no_config(path: Path) -> bool:
+    """Return whether a path holds a model with memories, an adapter or a GGUF model, which `load` describes otherwise."""
+    return any((path / file).is_file() for file in (MEMORY, ADAPTER)) or gguf_in(path) is not None
 
 
 def require_place_of_model(name: str) -> Path:
     """Return the path that a name would be. Raises `MissingFile` if it can only be a path, and there is nothing."""
     path = Path(name).expanduser()
     is_path = path.is_absolute() or name.startswith((".", "~"))
-    is_path |= not (_HUB_ID.fullmatch(name) or name.startswith(_SERVED))
+    is_path |= not (_HUB_ID.fullmatch(name) or _SERVED.match(name))
     if is_path and not path.exists():
         raise MissingFile(f"there is no folder {path}; give a folder that save_pretrained wrote, or a hub id")
     return path
@@ -38,7 +46,7 @@ def require_place_of_model(name: str) -> Path:
 def has_chat_template(name: str) -> bool:
     """Return False if a model's folder has no chat template; True if it has, or if that is not known."""
     folder = Path(name).expanduser()
-    if name == "bundled" or not folder.is_dir() or (folder / MEMORY).is_file():
+    if name == "bundled" or not folder.is_dir() or _needs_no_config(folder):
         return True
     if any((folder / file).is_file() for file in ("chat_template.jinja", "chat_template.json")):
         return True

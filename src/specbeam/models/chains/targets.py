@@ -130,7 +130,7 @@ def open_server(wanted: Wanted) -> OpenedTarget:
 def open_llama_cpp(wanted: Wanted) -> OpenedTarget:
     """Return the target "llama.cpp:FILE". The text of its tokens is that of a tokenizer of transformers."""
     scorer = opened_file(wanted.name)
-    return OpenedTarget(scorer, None, None, scorer.eos)
+    return OpenedTarget(scorer, wanted.name, None, scorer.eos)
 
 
 def config_of(source: str) -> Any:

@@ -1,5 +1,6 @@
-"""Errors, with advice, for paths that do not hold a loadable model."""
+"""What a path of a model holds, and errors with advice for paths without a loadable model. Imports nothing heavy."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from specbeam.models.checkpoints.boundary import json_object
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
+_GGUF = ".gguf"
+_PART_OF_GGUF = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 _FOLDER = "give the folder that save_pretrained wrote"
 _CONVERT = "; specbeam reads the safetensors or pytorch_model.bin of transformers"
 _FOREIGN = {  # patterns of files of other programs, with descriptions
@@ -24,10 +27,43 @@ _FOREIGN = {  # patterns of files of other programs, with descriptions
     "*.ckpt": "a training checkpoint ({file})" + _CONVERT,
 }
 _OF_FILES = {
-    ".gguf": "a GGUF file, which only `load` without device_map and tensor_parallel takes",
+    _GGUF: "a GGUF file, which only `load` without device_map and tensor_parallel takes",
     ".onnx": "an ONNX file" + _CONVERT,
     ".pth": "a file of weights; give a folder with config.json and weights in transformers' format",
 }
+
+
+def gguf_in(source: Any) -> Path | None:
+    """Return the GGUF file that a path names, or the only one in a folder without a model of transformers; None if neither.
+
+    Raises `MissingFile` if there is none or a folder holds several, `NotSupported` for a file that is a part of a model.
+    """
+    path = Path(source).expanduser()
+    if path.suffix.lower() == _GGUF and not path.exists():
+        raise MissingFile(f"there is no file {path}; give a GGUF file, or a folder with one")
+    if path.suffix.lower() == _GGUF and path.is_file():
+        _check_is_whole(path)
+        return path
+    if not path.is_dir() or (path / CONFIG).is_file() or (path / ADAPTER).is_file():
+        return None
+    found = sorted(one for one in path.iterdir() if one.suffix.lower() == _GGUF and one.is_file())
+    models = [one for one in found if not one.name.lower().startswith("mmproj")]  # those read pictures
+    for one in models:
+        _check_is_whole(one)
+    if len(models) > 1:
+        names = ", ".join(one.name for one in models[:4]) + (" and more" if len(models) > 4 else "")
+        raise MissingFile(f"{path} holds {len(models)} GGUF files ({names}); give one of them")
+    return models[0] if models else None
+
+
+def _check_is_whole(path: Path) -> None:
+    """Raise `NotSupported` if the name of a file is that of a part of a model."""
+    part = _PART_OF_GGUF.search(path.name)
+    if part is not None and int(part[2]) > 1:
+        raise NotSupported(
+            f"{path} is part {int(part[1])} of {int(part[2])} of a split GGUF model, and specbeam reads whole files; join "
+            "them with llama-gguf-split --merge, and give the result"
+        )
 
 
 def checked_folder(path: Path) -> Path:

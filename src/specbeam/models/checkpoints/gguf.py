@@ -7,16 +7,14 @@ times, and read truncated files without an error. So specbeam reads the header i
 
 import math
 import mmap
-import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specbeam.core.errors import BadCheckpoint, MissingFile, NotSupported
+from specbeam.core.errors import BadCheckpoint, NotSupported
 from specbeam.engines.blocks import BLOCKS
 
-SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _OF_ONE = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -24,7 +22,6 @@ _STRING = 8
 _ARRAY = 9
 _ALIGNMENT = 32
 _LEAST_BYTES = {"key": 13, "tensor": 24, _STRING: 8, _ARRAY: 12}  # of an entry: a larger count cannot be right
-_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 PLAIN_TYPES = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}  # name and bytes of a number
 _OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
@@ -84,39 +81,6 @@ def type_name(number: int) -> str:
     if number in PLAIN_TYPES:
         return PLAIN_TYPES[number][0]
     return _OTHER_TYPES.get(number, f"type {number}")
-
-
-def gguf_in(source: Any) -> Path | None:
-    """Return the GGUF file that a path names, or the only one in a folder without a model of transformers; None if neither.
-
-    Raises `MissingFile` if there is none or a folder holds several, `NotSupported` for a file that is a part of a model.
-    """
-    path = Path(source).expanduser()
-    if path.suffix.lower() == SUFFIX and not path.exists():
-        raise MissingFile(f"there is no file {path}; give a GGUF file, or a folder with one")
-    if path.suffix.lower() == SUFFIX and path.is_file():
-        _check_is_whole(path)
-        return path
-    if not path.is_dir() or (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
-        return None
-    found = sorted(one for one in path.iterdir() if one.suffix.lower() == SUFFIX and one.is_file())
-    models = [one for one in found if not one.name.lower().startswith("mmproj")]  # those read pictures
-    for one in models:
-        _check_is_whole(one)
-    if len(models) > 1:
-        names = ", ".join(one.name for one in models[:4]) + (" and more" if len(models) > 4 else "")
-        raise MissingFile(f"{path} holds {len(models)} GGUF files ({names}); give one of them")
-    return models[0] if models else None
-
-
-def _check_is_whole(path: Path) -> None:
-    """Raise `NotSupported` if the name of a file is that of a part of a model."""
-    part = _SHARD.search(path.name)
-    if part is not None and int(part[2]) > 1:
-        raise NotSupported(
-            f"{path} is part {int(part[1])} of {int(part[2])} of a split GGUF model, and specbeam reads whole files; join "
-            "them with llama-gguf-split --merge, and give the result"
-        )
 
 
 def read_header(path: Path) -> GgufFile:

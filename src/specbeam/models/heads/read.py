@@ -10,7 +10,7 @@ from specbeam.core.errors import BadHead, NotSupported, SpecbeamError
 from specbeam.core.lm import LM
 from specbeam.engines.eligibility import check_takes_heads
 from specbeam.engines.mapped import is_mapped
-from specbeam.models.checkpoints.gguf import gguf_in
+from specbeam.models.checkpoints.folders import gguf_in
 from specbeam.models.checkpoints.hub import hub_lookups
 from specbeam.models.engines import COMPILED
 from specbeam.models.heads.block import BlockHead

@@ -10,8 +10,7 @@ from specbeam.core.errors import BadCheckpoint, BadSetting, MissingFile, NotSupp
 from specbeam.engines.choices import BY_LIBRARY, Quantize
 from specbeam.engines.mapped import mapped_files, mark_mapped
 from specbeam.models.adapters import Adapter, adapter_at, merged
-from specbeam.models.checkpoints.folders import checked_folder
-from specbeam.models.checkpoints.gguf import gguf_in
+from specbeam.models.checkpoints.folders import checked_folder, gguf_in
 from specbeam.models.checkpoints.numbers import check_weights
 from specbeam.models.checkpoints.pretrained import Checkpoint, open_checkpoint, pretrained
 from specbeam.models.gguf_files import read_gguf

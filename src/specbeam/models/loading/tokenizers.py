@@ -10,7 +10,8 @@ import torch
 from specbeam.core.errors import MissingFile, MissingPackage
 from specbeam.models.adapters import adapter_at
 from specbeam.models.checkpoints.boundary import beginning, json_object, reading
-from specbeam.models.checkpoints.gguf import gguf_in, read_header
+from specbeam.models.checkpoints.folders import gguf_in
+from specbeam.models.checkpoints.gguf import read_header
 from specbeam.models.checkpoints.headers import file_of
 from specbeam.models.checkpoints.hub import hub_lookups
 from specbeam.models.loading.models import name_or_path
