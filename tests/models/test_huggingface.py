@@ -292,7 +292,9 @@ def test_the_check_bears_what_rounding_does_to_a_tree_and_no_more(engine, off_by
 
 
 @pytest.mark.parametrize("engine", ["int8", "int4"])
-def test_a_rounded_row_may_be_off_in_some_logits_and_tokens_beside_a_path_must_not_change_it(engine, monkeypatch):
+def test_a_rounded_row_may_be_off_in_some_logits_and_tokens_that_it_does_not_see_must_not_change_it(
+    engine, monkeypatch
+):
     """One entry of a row that rounds to its neighbour moved some logits of a published model by 0.8 of their spread."""
     lm = HuggingFaceLM(tiny("llama", hidden_size=64, intermediate_size=64), engine=engine)
     extend = HuggingFaceLM.extend
@@ -312,5 +314,5 @@ def test_a_rounded_row_may_be_off_in_some_logits_and_tokens_beside_a_path_must_n
         patch.setattr(HuggingFaceLM, "extend", off)
         check_scores_forests(lm)
     monkeypatch.setattr(HuggingFaceLM, "extend", without_masks)
-    with pytest.raises(UnsupportedModel, match="tokens beside a path change them by"):
+    with pytest.raises(UnsupportedModel, match="tokens that are not on a node's path change them by"):
         check_scores_forests(lm)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Int64
 
 from specbeam.core.audit import Audit
 from specbeam.core.beams import (
@@ -100,13 +100,15 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Rule(Protocol):
-    """VERIFY: the beams that survive. `scored` holds the target's logits of every forest node.
+    """VERIFY: the beams that survive.
+
+    `scored` holds the target's logits of every forest node, float[nodes, vocab]; for a rule with `needs` it is a `Scored`.
 
     Optional members:
         law: str: the output law of a method for one sequence; it is not inherited (see `law_of`).
         tries: bool: whether it needs the law that drafts were drawn from.
         most_beams: int: the most beams that it judges; a method that keeps more is refused.
-        needs: Needs: the parts of each row that it reads; it then gets `Scored` instead of logits.
+        needs: Needs: the parts of each row that it reads.
         spec(session): a record whose kind has a step `verify_turn` (verify/turns.py). With it, turns run compiled.
         listing(session) -> Listing: the lists of tokens (ranked.py) by which it can decide; without it, rows are whole.
         widths(session): the number of draws of each layer, for steps (control/width.py); without it, one sequence.
@@ -116,7 +118,7 @@ class Rule(Protocol):
         is_lazy(session) -> bool: whether layers are decided without the rows of beams that cannot win.
     """
 
-    def verify(self, session: "Session", forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict: ...
+    def verify(self, session: "Session", forest: Forest, scored: Any) -> Verdict: ...
 
 
 def keeps_nodes(target: object, parts: "Parts") -> bool:

@@ -81,4 +81,4 @@ def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scor
 def _verdict(session: Session, forest: Forest, scored: Scored) -> Verdict:
     """Return the verdict of the rule. A rule with `needs` gets the whole `Scored`, other rules get logits."""
     rule = session.parts.rule
-    return rule.verify(session, forest, scored if hasattr(rule, "needs") else scored.logits)  # type: ignore[arg-type]
+    return rule.verify(session, forest, scored if hasattr(rule, "needs") else scored.logits)

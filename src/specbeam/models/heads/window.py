@@ -1,8 +1,8 @@
 """COrAL's windows: rows that enter a model's last layers once more, to predict tokens ahead and behind (arXiv 2410.09675).
 
 A row is the state of a token at one layer, rotated to another position. The rotation of its queries selects the token to
-predict: a row at position n predicts the token at position n + 1, as all rows of the model do. Rows ahead see the rows
-between, as those of `HiddenTransfer`; rows behind see themselves. No row of the text sees either.
+predict: a row at position n predicts the token at position n + 1, as all rows of the model do. A row ahead attends to the
+rows between it and its token, as in `HiddenTransfer`; a row behind attends to itself. Rows of the text attend to neither.
 """
 
 import torch
@@ -48,9 +48,9 @@ def through_last_layers(
     Gradients flow to layers that require them.
 
     Args:
-        seen: the keys that each row attends to: those of the cache, then those of the rows.
+        seen: which keys each row attends to; the keys of the cache come first, then those of the rows.
         slot_positions: the position of each key.
-        cache: keys and values of earlier rows, which those of the new rows are appended to.
+        cache: keys and values of earlier rows; those of the new rows are appended.
     """
     model = head.target
     config = model.config

@@ -31,9 +31,8 @@ REASON = "refines its drafts by votes"  # the reason why their law is unknown
 FALL_AHEAD = math.exp(-8)
 FALL_BEHIND = math.exp(-1 / 8)
 NEAREST_BEHIND = -2  # the vote behind with the largest weight: two tokens after the token it votes on
-TYPICAL = (
-    0.1  # epsilon of eta sampling: a vote supports a token of at least this probability, or less if the law is flat
-)
+# Epsilon of eta sampling: a vote supports a token of at least this probability, or a smaller one if its law is flat.
+TYPICAL = 0.1
 
 
 @dataclass(eq=False)
@@ -153,7 +152,7 @@ class Voting:
     """The votes of a root and the tokens of a block on the tokens after the root.
 
     Attributes:
-        logp: float[rows, votes, vocab], the law of each vote: the next token's, then those of the window.
+        logp: float[rows, votes, vocab], log-probabilities: each row's next-token law, then the laws of its window.
         places: int64[rows, votes], the token that a vote is about, counted from 0 after the root; -1: none.
         weights: float[votes].
         reliable: bool[votes], the next-token law and the votes behind.

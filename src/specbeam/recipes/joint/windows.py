@@ -58,7 +58,7 @@ def coral(
             threshold,
             refinements,
         )
-        return Parts(BlockOfGuesses(), rule, FixedShape(size, 1), LAW)  # type: ignore[arg-type]  # it gets the whole `Scored`
+        return Parts(BlockOfGuesses(), rule, FixedShape(size, 1), LAW)
 
     def check(request: RequestInfo) -> None:
         if request.audited:
