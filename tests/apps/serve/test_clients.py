@@ -2,12 +2,10 @@
 
 import asyncio
 import itertools
-import time
 
 import pytest
 
 import specbeam as sb
-from specbeam.doors import compilation_watch
 from specbeam.doors.chats import prompt_of_messages
 from specbeam.doors.cli.pair_speaker import PairSpeaker
 from specbeam.doors.cli.talking import ChatOptions, Cost
@@ -23,6 +21,7 @@ pytest.importorskip("httpx2")
 from specbeam.apps.serve.asking import Asking
 from specbeam.apps.serve.config import ServerConfig
 from tests.support.asgi import asking, choices_of, events_of
+from tests.support.slow_parts import compile_slowly
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"
@@ -532,19 +531,8 @@ def test_the_chat_of_a_terminal_shows_exactly_the_text(kind, monkeypatch):
 
 def test_a_stream_says_that_code_is_compiled_to_clients_that_know_of_it(monkeypatch):
     """Events without choices for those with a `specbeam` object, comments for others."""
-    monkeypatch.setattr("specbeam.apps.serve.asking.COMPILING_S", 0.05)
-    pair = worded_pair()
-    watch = compilation_watch()
-    with asking(pair) as other:
-        make = type(sb.sampling()).parts
-
-        def slow(self, *given):
-            watch.note(True)
-            time.sleep(0.4)
-            watch.note(False)
-            return make(self, *given)
-
-        monkeypatch.setattr(type(sb.sampling()), "parts", slow)
+    with asking(worded_pair()) as other:
+        compile_slowly(monkeypatch)
         body = {"prompt": "Hallo", "max_tokens": 3, "seed": 1, "stream": True}
         known = other("/v1/completions", body | {"specbeam": {"method": "sampling"}})
         notes = [one["specbeam"]["compiling"] for one in events_of(known) if "compiling" in (one.get("specbeam") or {})]

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.apps.serve.app import page_text
-from specbeam.doors import compilation_watch
+from tests.support.slow_parts import compile_slowly
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 
@@ -85,12 +84,18 @@ def axe_source():
     return (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
-def test_in_a_browser_the_page_shows_the_text_of_the_server_and_each_turn(worded, tmp_path):
+def playwright_and_chromium():
+    """Playwright, and the path of a Chromium; skips the test where one of them is missing."""
     playwright = pytest.importorskip("playwright.sync_api")
     chromium = shutil.which("chromium-headless-shell") or shutil.which("chromium")
     if chromium is None:
         pytest.skip("there is no Chromium")
+    return playwright, chromium
+
+
+@pytest.mark.slow
+def test_in_a_browser_the_page_shows_the_text_of_the_server_and_each_turn(worded, tmp_path):
+    playwright, chromium = playwright_and_chromium()
     from tests.apps.serve.test_server import CONFIG, PROMPT, running
 
     axe = axe_source()
@@ -148,24 +153,11 @@ def test_in_a_browser_the_page_shows_the_text_of_the_server_and_each_turn(worded
 
 @pytest.mark.slow
 def test_in_a_browser_the_page_says_that_the_server_compiles(worded, monkeypatch):
-    playwright = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium-headless-shell") or shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("there is no Chromium")
+    playwright, chromium = playwright_and_chromium()
     from tests.apps.serve.test_server import CONFIG, PROMPT, running
 
-    monkeypatch.setattr("specbeam.apps.serve.asking.COMPILING_S", 0.05)
-    watch = compilation_watch()
-    make = type(sb.sampling()).parts
-
-    def slow(self, *given):
-        watch.note(True)
-        time.sleep(1)
-        watch.note(False)
-        return make(self, *given)
-
     with running(CONFIG, worded) as (url, _), playwright.sync_playwright() as play:
-        monkeypatch.setattr(type(sb.sampling()), "parts", slow)
+        compile_slowly(monkeypatch, seconds=1)
         arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         browser = play.chromium.launch(executable_path=chromium, args=arguments)
         page = browser.new_page()

@@ -18,7 +18,6 @@ import pytest
 from rich.console import Console
 
 import specbeam as sb
-from specbeam.doors import compilation_watch
 from specbeam.doors.chats import BUNDLED_TEMPLATE, prompt_of_messages
 from specbeam.doors.cli import pair_speaker
 from specbeam.doors.cli.line_editor import _completer, history_place, line_reader
@@ -27,6 +26,7 @@ from specbeam.doors.cli.talking import COMMANDS, Chat, ChatOptions, ServerSpeake
 from specbeam.errors import NotSupported, SpecbeamError
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.pair import BUNDLED, Pair
+from tests.support.slow_parts import compile_slowly
 from tests.support.tiny_models import tiny
 
 TEMPLATE = (
@@ -328,23 +328,13 @@ def test_a_terminal_shows_that_the_server_compiles_until_the_text_begins(pair, t
     pytest.importorskip("httpx2")
     from tests.apps.serve.test_server import CONFIG, running
 
-    monkeypatch.setattr("specbeam.apps.serve.asking.COMPILING_S", 0.05)
-    watch = compilation_watch()
-    make = type(sb.sampling()).parts
-
-    def slow(self, *given):
-        watch.note(True)
-        time.sleep(0.4)
-        watch.note(False)
-        return make(self, *given)
-
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
     config = CONFIG.__class__(**vars(CONFIG) | {"chat_template": str(template)})
     screen = Terminal()
     with running(config, pair) as (url, _):
         speaker = ServerSpeaker(url, "")
-        monkeypatch.setattr(type(sb.sampling()), "parts", slow)
+        compile_slowly(monkeypatch)
         chat = Chat(speaker, OPTIONS, Console(file=screen, width=200, force_terminal=is_terminal), Keyboard("Hallo."))
         chat.run()
     answer = chat.messages[-1]["content"]

@@ -200,7 +200,7 @@ class ServerConfig:
             "max_regex",
             "max_grammar",
         ):
-            if not getattr(self, name) >= 0:
+            if not getattr(self, name) >= 0:  # also for NaN
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must not be negative")
 
     @property

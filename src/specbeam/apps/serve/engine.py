@@ -684,7 +684,7 @@ class Engine:
         return min(max(int(DELAY_S / max(self._expected_turn_s(len(self.inside)), 1e-5)), 1), TURNS)
 
     def _expected_turn_s(self, jobs: int) -> float:
-        """Return the expected seconds of a turn of so many jobs: at most in proportion to those of the last steps."""
+        """Return the expected seconds of a turn of `jobs` jobs, in proportion if there are more than in the last step."""
         return self._turn_s * max(jobs / self._turn_jobs, 1.0)
 
     def _look_at(self, job: Job, passes: int) -> None:

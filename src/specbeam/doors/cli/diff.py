@@ -35,7 +35,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 def _check_dtype(name: str) -> None:
-    """Raise `BadSetting` for a name that is no type of weights."""
+    """Raise `BadSetting` for an unknown type of weights."""
     one_of("dtype", name, DTYPES)
 
 
