@@ -27,6 +27,7 @@ from specbeam.core.measure import saved_figures as measured
 from specbeam.doors import fastest
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
+from specbeam.engines.choices import check_engine
 from specbeam.errors import SomeFailed
 from specbeam.generation import settled_tokens, turns_of
 from specbeam.models.heads.lm import TrunkLM
@@ -669,6 +670,23 @@ def test_loading_says_what_is_wrong(tmp_path):
 def test_devices_that_are_not_there_are_refused(device):
     with pytest.raises(errors.BadSetting, match=f"device is '{device}'"):
         sb.load("bundled", device=device)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("cpu", "compiled"), ("transformers", "plain")])
+def test_engines_are_known_by_the_names_of_other_libraries(name, meant):
+    with pytest.raises(errors.BadSetting, match=rf"\(did you mean {meant}\?\)"):
+        check_engine(name, {})
+
+
+@pytest.mark.parametrize(("option", "name", "meant"), [("device", "gpu", "cuda"), ("dtype", "fp16", "float16")])
+def test_loading_knows_names_of_other_libraries(option, name, meant):
+    with pytest.raises(errors.BadSetting, match=rf"\(did you mean {meant}\?\)"):
+        sb.load("bundled", **{option: name})
+
+
+def test_a_misspelt_bundled_is_noticed():
+    with pytest.raises(errors.MissingFile, match=r"\(did you mean bundled\?\)"):
+        sb.load("bundeld")
 
 
 def test_tokenizers_that_differ_are_noticed(tmp_path):

@@ -18,6 +18,15 @@ _BY_OPTION = {
     "torch": "compile=True",
     "parallel": "tensor_parallel=True",
 }
+# Engines by names that other libraries and users give them.
+_ELSEWHERE = {
+    "cpu": "compiled",
+    "numba": "compiled",
+    "cuda": "gpu",
+    "triton": "gpu",
+    "transformers": "plain",
+    "hf": "plain",
+}
 
 Rounding = Literal["int8", "int4"]  # by the compiled forward
 OnGpu = Literal["fp8"]
@@ -47,7 +56,7 @@ def check_engine(engine: Any, others: dict[str, bool]) -> None:
         raise BadSetting(f"engine is {engine!r}; give {_BY_OPTION[engine]} instead")
     if engine not in CHOICES:
         names = ", ".join(map(repr, CHOICES))
-        raise BadSetting(f"engine is {engine!r}; it must be one of {names}{hint(str(engine), CHOICES)}")
+        raise BadSetting(f"engine is {engine!r}; it must be one of {names}{hint(str(engine), CHOICES, _ELSEWHERE)}")
     if engine != "auto" and (given := [name for name, is_given in others.items() if is_given]):
         raise BadSetting(f"engine and {given[0]} both choose what runs the models; give one of them")
 

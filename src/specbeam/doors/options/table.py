@@ -166,7 +166,8 @@ def checked_values(given: Mapping[str, Any]) -> dict[str, Any]:
         method, setting = setting_meant(unknown[0])
         if method:
             near = f", but methods have {setting}: give method=sb.{method}({setting}=...)"
-        raise BadSetting(f"generate() has no option {', '.join(unknown)}{near}; it has {', '.join(OPTIONS)}")
+        known = near or f"; it has {', '.join(OPTIONS)}"
+        raise BadSetting(f"generate() has no option {', '.join(unknown)}{known}")
     values = {name: option.default for name, option in OPTIONS.items()} | dict(given)
     for name in given:
         OPTIONS[name].check(values[name])

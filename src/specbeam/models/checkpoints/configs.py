@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specbeam.core.errors import BadCheckpoint, MissingFile, NotSupported, UnsupportedModel
+from specbeam.core.names import hint
 from specbeam.models.checkpoints.boundary import json_object, reading
 from specbeam.models.checkpoints.folders import ADAPTER, CONFIG, adapter
 from specbeam.models.checkpoints.headers import FLOATS, StoredTensor, file_of
@@ -51,8 +52,9 @@ def described_by(name: str) -> dict[str, Any]:
     path = file_of(name, CONFIG)
     if path is None:
         raise MissingFile(
-            f"there is no folder {name}, and no model {name} with a {CONFIG} on the hub or in its cache; give a folder that "
-            f"save_pretrained wrote, or the id of a model on the hub{hub_note()}"
+            f"there is no folder {name}, and no model {name} with a {CONFIG} on the hub or in its cache"
+            f"{hint(name, ['bundled'])}; give a folder that save_pretrained wrote, or the id of a model on the hub"
+            f"{hub_note()}"
         )
     described = json_object(path)
     kind = described.get("model_type")

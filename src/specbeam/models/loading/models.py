@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbeam.core.errors import BadCheckpoint, BadSetting, MissingFile, NotSupported, SpecbeamError
-from specbeam.engines.choices import BY_LIBRARY, Quantize
+from specbeam.core.names import hint
+from specbeam.engines.choices import BY_LIBRARY, Quantize, check_device
 from specbeam.engines.mapped import mapped_files, mark_mapped
 from specbeam.models.adapters import Adapter, adapter_at, merged
 from specbeam.models.checkpoints.folders import checked_folder, gguf_in
@@ -21,6 +22,15 @@ from specbeam.models.rounded_files import read_rounded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Types of torch by their names in other libraries.
+_TYPES = {
+    "fp32": "float32",
+    "f32": "float32",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+}
 # from_pretrained changes torch's defaults while it runs: concurrent calls would leave models without weights.
 ONE_AT_A_TIME = threading.RLock()
 
@@ -30,6 +40,8 @@ def device_of(name: str | torch.device | None) -> torch.device:
 
     Raises `BadSetting` if torch does not know the name, or if there is no such GPU.
     """
+    if isinstance(name, str):
+        check_device(name)
     gpus = torch.cuda.device_count()
     try:
         device = torch.device(name or ("cuda" if gpus else "cpu"))
@@ -71,7 +83,10 @@ def model_of(
             raise cannot_round(by_library)
         return source
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise BadSetting(f"dtype is {dtype!r}; it must be 'auto' or a type of torch, like 'float32' or 'bfloat16'")
+        near = hint(dtype, _TYPES.values(), _TYPES)
+        raise BadSetting(
+            f"dtype is {dtype!r}{near}; it must be 'auto' or a type of torch, like 'float32' or 'bfloat16'"
+        )
     if (file := gguf_in(source)) is not None:
         return _of_gguf(file, dtype, device, by_library, may_map, device_map)
     if device_map is None and (adapter := adapter_at(local_or_hub(source))) is not None:
