@@ -6,6 +6,7 @@ import pty
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import rich.console
@@ -40,6 +41,48 @@ def test_steps_are_counted_while_they_are_compiled(terminal, monkeypatch, made, 
     forms.tell(begins=False)
     assert f"Compiling for this processor, once: {said}" in during
     assert "\x1b[2K" in terminal.getvalue()[len(during) :]  # the line is taken away again
+
+
+def test_a_bar_below_another_one_is_shown_again_without_it(terminal):
+    """As in a first command: steps are compiled while a model is loaded, and then for its text."""
+    from rich.progress import Progress
+
+    progress.show_compilation()
+    (listener,) = forms._LISTENERS
+    with Progress(console=progress._SHOWN[0].console) as bar:
+        bar.add_task("loading")
+        forms.tell(begins=True)
+        forms.tell(begins=False)
+    forms.tell(begins=True)
+    time.sleep(0.3)  # it is drawn a dozen times a second
+    during = terminal.getvalue()
+    forms.tell(begins=False)
+    assert during.count("Compiling for this processor, once") >= 2
+    assert [listener] == forms._LISTENERS
+
+
+def test_a_listener_that_fails_costs_no_text(caplog, monkeypatch):
+    told = []
+
+    def failing(begins):
+        raise OSError("the terminal is gone")
+
+    monkeypatch.setattr(forms, "_LISTENERS", [failing, told.append])
+    forms.tell(begins=True)
+    forms.tell(begins=False)
+    assert told == [True, False]
+    assert "progress of compilations is not shown any more: OSError: the terminal is gone" in caplog.text
+    assert caplog.text.count("the terminal is gone") == 1
+
+
+def test_the_time_left_is_that_of_the_steps_before(terminal, monkeypatch):
+    now = iter([100.0, 160.0])
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(forms, "_MADE", 4)
+    bar = progress.CompilationBar(None)
+    bar._began = progress.time.monotonic()
+    assert bar._time_left(8, 40) == ""  # from four steps
+    assert bar._time_left(24, 40) == "0:00:48"  # twenty steps took a minute
 
 
 def test_a_process_has_one_bar(terminal):
@@ -112,7 +155,7 @@ def test_a_step_that_cannot_be_compiled_leaves_no_bar(terminal):
     with pytest.raises(TypingError):
         step.compile((types.int64,))
     assert progress._SHOWN[0].under_way == 0
-    assert not progress._SHOWN[0].progress.live.is_started
+    assert progress._SHOWN[0].progress is None
 
 
 PRINTING = """

@@ -2,13 +2,17 @@
 
 import os
 import sys
+import time
+from datetime import timedelta
 from functools import cache
 from threading import RLock
 from typing import Any
 
+from specbeam.core.compiling.forms import forms_made, listen
 from specbeam.errors import BadSetting
 
 VARIABLE = "SPECBEAM_PROGRESS"  # "off": no bars
+_FEW = 5  # steps from whose times the rest is not estimated
 _LOCK = RLock()
 _SHOWN: list["CompilationBar"] = []  # at most one
 
@@ -20,30 +24,55 @@ class CompilationBar:
     """
 
     def __init__(self, console: Any) -> None:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        self.progress = Progress(*columns, console=console, transient=True, redirect_stdout=prints_on_terminal())
-        self.task = self.progress.add_task("", total=None)
+        self.console = console
+        self.progress: Any = None  # the bar that is shown
         self.under_way = 0  # number of nested compilations: a step's callees are compiled inside its own
+        self._spent_s = 0.0  # of compilations that are over
+        self._began = 0.0
+        self._known = forms_made()  # steps that were there before
 
     def note(self, begins: bool) -> None:
         """Note that the compilation of a step begins or ends, and show or hide the bar."""
         self.under_way = max(self.under_way + (1 if begins else -1), 0)
         if self.under_way == 0:
-            self.progress.stop()
+            self._hide()
             return
+        if self.progress is None:
+            self._show()
         done, total = _steps()
         text = "Compiling for this processor, once: "
         text += f"{done} steps so far" if total is None else f"{done} of {total} steps"
-        self.progress.update(self.task, description=text, completed=done, total=total)
+        self.progress.update(
+            self.task, description=text, completed=done, total=total, left=self._time_left(done, total)
+        )
+
+    def _show(self) -> None:
+        """Show a new bar: rich's, once it was shown below another bar, cannot be shown as the first one."""
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"))
+        self.progress = Progress(*columns, console=self.console, transient=True, redirect_stdout=prints_on_terminal())
+        self.task = self.progress.add_task("", total=None, left="")
         self.progress.start()
+        self._began = time.monotonic()
+
+    def _hide(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+            self._spent_s += time.monotonic() - self._began
+
+    def _time_left(self, done: int, total: int | None) -> str:
+        """Return the time left, as hours:minutes:seconds; "" while it is unknown."""
+        fresh = done - self._known
+        if total is None or fresh < _FEW:
+            return ""
+        spent = self._spent_s + time.monotonic() - self._began
+        return str(timedelta(seconds=round(spent * (total - done) / fresh)))
 
 
 def _steps() -> tuple[int, int | None]:
     """Return the number of steps that this process has, and the number that a first text needs; None if it has as many."""
-    from specbeam.core.compiling.forms import forms_made
-
     done = forms_made()
     return done, _of_first_text() if done < _of_first_text() else None
 
@@ -80,8 +109,6 @@ class CompilationWatch:
 @cache
 def compilation_watch() -> CompilationWatch:
     """Return the watch of this process."""
-    from specbeam.core.compiling.forms import listen
-
     watch = CompilationWatch()
     listen(watch.note)
     return watch
@@ -120,7 +147,5 @@ def show_compilation(console: Any = None) -> None:
 
             console = Console(stderr=True)
         if shows_progress(console):
-            from specbeam.core.compiling.forms import listen
-
             _SHOWN.append(CompilationBar(console))
             listen(_SHOWN[0].note)

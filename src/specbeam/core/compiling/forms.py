@@ -1,9 +1,12 @@
 """A counter of the forms of steps that this process has compiled or loaded, and listeners to compilations."""
 
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Lock
 
 Listener = Callable[[bool], None]  # is called with True when a compilation begins, and with False when it ends
+_LOG = logging.getLogger(__name__)
 _LOCK = Lock()
 _MADE = 0
 _LISTENERS: list[Listener] = []
@@ -27,6 +30,11 @@ def listen(listener: Listener) -> None:
 
 
 def tell(begins: bool) -> None:
-    """Tell all listeners that the compilation of a form begins or ends."""
-    for listener in _LISTENERS:
-        listener(begins)
+    """Tell all listeners that the compilation of a form begins or ends. One that fails is told no more, with a warning."""
+    for listener in [*_LISTENERS]:
+        try:
+            listener(begins)
+        except Exception as error:
+            with suppress(ValueError):  # another thread has removed it
+                _LISTENERS.remove(listener)
+            _LOG.warning("progress of compilations is not shown any more: %s: %s", type(error).__name__, error)
