@@ -21,7 +21,8 @@ from specbeam.engines.cpu.layers import NO_ATTENTION, NO_INNER
 from specbeam.engines.cpu.sources import no_distances
 from specbeam.engines.eligibility import is_llama_like
 from specbeam.engines.kv.masks import SlotPositions, additive
-from specbeam.engines.kv.store import KVStore, Place, StoreLayer
+from specbeam.engines.kv.store import Place
+from specbeam.engines.kv.torch_store import KVStore, StoreLayer
 from specbeam.engines.kv.trie import Feed
 from specbeam.engines.shared_tokens import SharedTokens, readable
 

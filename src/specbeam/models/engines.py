@@ -10,7 +10,6 @@ import torch
 
 from specbeam.core.caches.folders import lend_folder
 from specbeam.core.errors import NotSupported, UnsupportedModel
-from specbeam.engines.by_layer import layer_decoder
 from specbeam.engines.choices import Rounding
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.cpu.decoder import CompiledDecoder, misfit, misfit_of_bfloat16
@@ -303,6 +302,8 @@ def _gpu_passes(request: EngineRequest, rounded: bool = False) -> "GpuPasses | N
 
 
 def _passes_by_layer(request: EngineRequest) -> PackedPasses:
+    from specbeam.engines.by_layer import layer_decoder  # imports transformers
+
     return PackedPasses(request.model, layer_decoder(request.model, request.shared), request.caches)
 
 

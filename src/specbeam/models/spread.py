@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from specbeam.core.errors import BadSetting, UnsupportedModel
-from specbeam.engines.torch.repeated import TIMEOUT_S, Channel, Follower, end_job
 from specbeam.models.checkpoints.pretrained import open_checkpoint, pretrained
 from specbeam.models.huggingface import prepare_to_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from specbeam.engines.torch.repeated import Channel
 
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 
@@ -33,6 +34,8 @@ def spread_model(name: str, dtype: "str | torch.dtype", device: torch.device) ->
         MissingFile, BadCheckpoint: the model cannot be loaded.
         UnsupportedModel: transformers has no tensor-parallel plan for the model, or it is not a causal decoder.
     """
+    from specbeam.engines.torch.repeated import TIMEOUT_S, Channel, Follower, end_job  # imports transformers
+
     missing = [one for one in _RANKS if one not in os.environ]
     if missing:
         raise BadSetting(
@@ -75,7 +78,7 @@ def _part_of(name: str, dtype: "str | torch.dtype", on_gpu: bool) -> "PreTrained
     return model
 
 
-def end_together(channel: Channel) -> None:
+def end_together(channel: "Channel") -> None:
     """End the other ranks when the process of rank 0 ends."""
 
     def end() -> None:

@@ -43,6 +43,10 @@ def quiet_load(model: str, draft: str | None, *, sources: bool = False, **option
 
 def silence_transformers() -> None:
     """Turn off transformers' progress bars and messages."""
+    if "transformers" not in sys.modules:  # it may not be needed; it reads these when it is imported
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        return
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -53,11 +53,14 @@ def processors_of(settings: "Settings", text: TextFacts) -> list[Any]:
 
     As in transformers, a user's processor replaces one of the same type.
     """
+    given = list(settings.logits_processor or [])
+    made = list(_made_of_options(settings, text))
+    if not given:
+        return made
     from transformers import LogitsProcessor
 
-    given = list(settings.logits_processor or [])
     merged = []
-    for one in _made_of_options(settings, text):
+    for one in made:
         same = [another for another in given if type(another) is type(one) and isinstance(one, LogitsProcessor)]
         if same:
             warnings.warn(
@@ -70,8 +73,6 @@ def processors_of(settings: "Settings", text: TextFacts) -> list[Any]:
 
 def _made_of_options(settings: "Settings", text: TextFacts) -> Iterator[Any]:
     """Yield the processors of the settings."""
-    from transformers import ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor, InfNanRemoveLogitsProcessor
-
     if text.guidance is not None:
         yield text.guidance
     yield from _of_sequences(settings, text)
@@ -79,41 +80,41 @@ def _made_of_options(settings: "Settings", text: TextFacts) -> Iterator[Any]:
     if settings.prefix_allowed_tokens_fn is not None:
         yield AllowedTokens(settings.prefix_allowed_tokens_fn, text.number, text.search, text.only_bans)
     if settings.forced_bos_token_id is not None:
-        yield ForcedBOSTokenLogitsProcessor(settings.forced_bos_token_id)
+        yield _made("ForcedBOSTokenLogitsProcessor", settings.forced_bos_token_id)
     if settings.forced_eos_token_id is not None and text.most is not None:
-        yield ForcedEOSTokenLogitsProcessor(text.prompt_length + text.most, as_list(settings.forced_eos_token_id))
+        yield _made(
+            "ForcedEOSTokenLogitsProcessor", text.prompt_length + text.most, as_list(settings.forced_eos_token_id)
+        )
     if settings.remove_invalid_values:
-        yield InfNanRemoveLogitsProcessor()
+        yield _made("InfNanRemoveLogitsProcessor")
     yield from _at_the_end(settings, text)
+
+
+def _made(name: str, *values: Any) -> Any:
+    """Return a processor of transformers, which most texts do without."""
+    import transformers
+
+    return getattr(transformers, name)(*values)
 
 
 def _of_sequences(settings: "Settings", text: TextFacts) -> Iterator[Any]:
     """Yield the processors that find sequences of tokens in the text or its source."""
-    from transformers import (
-        EncoderNoRepeatNGramLogitsProcessor,
-        EncoderRepetitionPenaltyLogitsProcessor,
-        NoBadWordsLogitsProcessor,
-        NoRepeatNGramLogitsProcessor,
-        RepetitionPenaltyLogitsProcessor,
-        SequenceBiasLogitsProcessor,
-    )
-
     biases = biases_of(settings.sequence_bias)
     if biases:
-        yield SequenceBiasLogitsProcessor([[list(words), bias] for words, bias in biases.items()])
+        yield _made("SequenceBiasLogitsProcessor", [[list(words), bias] for words, bias in biases.items()])
     if settings.encoder_repetition_penalty not in (None, 1):
         penalty = float(settings.encoder_repetition_penalty)
-        yield EncoderRepetitionPenaltyLogitsProcessor(penalty, _source(text, "encoder_repetition_penalty"))
+        yield _made("EncoderRepetitionPenaltyLogitsProcessor", penalty, _source(text, "encoder_repetition_penalty"))
     if settings.repetition_penalty not in (None, 1):
-        yield RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty))
+        yield _made("RepetitionPenaltyLogitsProcessor", float(settings.repetition_penalty))
     if settings.no_repeat_ngram_size:
-        yield NoRepeatNGramLogitsProcessor(settings.no_repeat_ngram_size)
+        yield _made("NoRepeatNGramLogitsProcessor", settings.no_repeat_ngram_size)
     if settings.encoder_no_repeat_ngram_size:
         source = _source(text, "encoder_no_repeat_ngram_size")
-        yield EncoderNoRepeatNGramLogitsProcessor(settings.encoder_no_repeat_ngram_size, source)
+        yield _made("EncoderNoRepeatNGramLogitsProcessor", settings.encoder_no_repeat_ngram_size, source)
     if settings.bad_words_ids:
         words = [list(word) for word in settings.bad_words_ids]
-        yield NoBadWordsLogitsProcessor(words, list(text.eos) or None)
+        yield _made("NoBadWordsLogitsProcessor", words, list(text.eos) or None)
 
 
 def _source(text: TextFacts, name: str) -> "Tensor":
@@ -127,13 +128,11 @@ def _source(text: TextFacts, name: str) -> "Tensor":
 
 def _of_lengths(settings: "Settings", text: TextFacts) -> Iterator[Any]:
     """Yield the processors that ban end tokens from short texts. `min_new_tokens` takes precedence over `min_length`."""
-    from transformers import MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor
-
     ends = list(text.eos)
     if settings.min_length and settings.min_new_tokens is None and ends:
-        yield MinLengthLogitsProcessor(settings.min_length, ends)
+        yield _made("MinLengthLogitsProcessor", settings.min_length, ends)
     if settings.min_new_tokens and ends:
-        yield MinNewTokensLengthLogitsProcessor(text.prompt_length, settings.min_new_tokens, ends)
+        yield _made("MinNewTokensLengthLogitsProcessor", text.prompt_length, settings.min_new_tokens, ends)
 
 
 def _at_the_end(settings: "Settings", text: TextFacts) -> Iterator[Any]:
@@ -141,12 +140,6 @@ def _at_the_end(settings: "Settings", text: TextFacts) -> Iterator[Any]:
 
     Raises `BadSetting` for a score increase without end tokens.
     """
-    from transformers import (
-        ExponentialDecayLengthPenalty,
-        SuppressTokensAtBeginLogitsProcessor,
-        SuppressTokensLogitsProcessor,
-    )
-
     if settings.exponential_decay_length_penalty is not None:
         ends = [token for token in text.eos if text.vocab == 0 or token < text.vocab]
         if not ends:
@@ -154,14 +147,14 @@ def _at_the_end(settings: "Settings", text: TextFacts) -> Iterator[Any]:
                 "exponential_decay_length_penalty needs end tokens, and there are none; give eos_token_id, or unset it"
             )
         start, factor = settings.exponential_decay_length_penalty
-        yield ExponentialDecayLengthPenalty((int(start), float(factor)), ends, text.prompt_length)
+        yield _made("ExponentialDecayLengthPenalty", (int(start), float(factor)), ends, text.prompt_length)
     if settings.suppress_tokens:
-        yield SuppressTokensLogitsProcessor(list(settings.suppress_tokens))
+        yield _made("SuppressTokensLogitsProcessor", list(settings.suppress_tokens))
     if settings.begin_suppress_tokens:
         begin = text.prompt_length
         if begin == 1 and settings.forced_bos_token_id is not None:
             begin += 1
-        yield SuppressTokensAtBeginLogitsProcessor(list(settings.begin_suppress_tokens), begin)
+        yield _made("SuppressTokensAtBeginLogitsProcessor", list(settings.begin_suppress_tokens), begin)
     for name, option in OPTIONS.items():
         if option.make is not None and option.is_on(settings.values[name]):
             yield option.make(settings.values[name], text)
@@ -204,10 +197,10 @@ def watermarking_config(given: Any) -> Any:
     Raises `BadSetting` for anything else or for wrong fields, and `NotSupported` for SynthID, whose processor has state
     that depends on the order of calls.
     """
-    from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
-
     if given is None:
         return None
+    from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
+
     if isinstance(given, SynthIDTextWatermarkingConfig):
         raise NotSupported("watermarking_config is for SynthID, which is not supported; give a WatermarkingConfig")
     if isinstance(given, Mapping):
@@ -270,6 +263,9 @@ class AllowedTokens:
 
 def joined(*lists: "Sequence[Any] | None") -> "LogitsProcessorList | None":
     """Return the concatenation of lists of processors; None if empty."""
+    found = [processor for processors in lists for processor in processors or []]
+    if not found:
+        return None
     from transformers import LogitsProcessorList
 
-    return LogitsProcessorList([processor for processors in lists for processor in processors or []]) or None
+    return LogitsProcessorList(found)

@@ -184,10 +184,12 @@ class Settings:
 
     def _last_processors(self, search: bool, vocab: int) -> list[Any]:
         """Return the processors after all warpers. Laws outside searches are always normalised."""
+        watermark = watermark_of(self, vocab)
+        if not (self.renormalize_logits and search):
+            return watermark
         from transformers import LogitNormalization
 
-        watermark = watermark_of(self, vocab)
-        return [*watermark, LogitNormalization()] if self.renormalize_logits and search else watermark
+        return [*watermark, LogitNormalization()]
 
     def new_tokens(self, prompt_length: int) -> int | None:
         """Return the maximum number of new tokens after a prompt of this length; None if not set."""

@@ -13,7 +13,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from specbeam.engines.arrays import Integers, IntegerTensor, PrefixRows
-from specbeam.engines.kv.store import KVStore
+from specbeam.engines.kv.torch_store import KVStore
 
 PAGE = 64  # slots of a page, a multiple of the blocks of slots that kernels read
 FIRST_PAGES = 8

@@ -2,13 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specbeam.core.records import ExtraInputs, Needs
 from specbeam.engines.arrays import SourceStates
@@ -16,43 +15,13 @@ from specbeam.engines.kv.cross_pool import CrossPool
 from specbeam.engines.kv.store import in_words, panel_buffers
 from specbeam.engines.source import Source
 
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
 NO_HEADS = (
     "its hidden states are not available: draft heads, exit layers and other parts that read them need a decoder-only "
     "model"
 )
-
-
-class CrossLayer(CacheLayerMixin):
-    """The cross-attention keys and values of one layer in the current pass, as a transformers cache layer, read-only."""
-
-    is_sliding = False
-
-    def __init__(self, keys: Float[Tensor, "batch heads frames size"], values: Tensor) -> None:
-        super().__init__()
-        self.keys = keys
-        self.values = values
-        self.dtype = keys.dtype
-        self.device = keys.device
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the keys and values exist."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        raise AssertionError("the keys and values of a source are never updated")
-
-    def get_seq_length(self) -> int:
-        return int(self.keys.shape[2])
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length(), 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length  # the name before transformers 5.16
 
 
 class SourceRows(ABC):
@@ -146,6 +115,10 @@ class CrossStore(SourceRows):
 
     def view(self, rows: Sequence[int]) -> "CrossView":
         """Return the keys and values of these rows, valid until a source is added or dropped."""
+        from transformers.cache_utils import Cache
+
+        from specbeam.engines.kv.cross_layer import CrossLayer
+
         lengths = [self.lengths[row] for row in rows]
         longest = max(lengths)
         which: Any = _as_index(rows)
@@ -169,7 +142,7 @@ class CrossView(NamedTuple):
         mask: which frames belong to the source of each sequence.
     """
 
-    cache: Cache
+    cache: "Cache"
     mask: Bool[Tensor, "batch frames"]
 
 

@@ -8,7 +8,7 @@ from specbeam.core.answers import LOGITS
 from specbeam.core.records import LEARNT, ExtraInputs
 from specbeam.engines.arrays import Integers
 from specbeam.engines.kv.prefix import Beginning
-from specbeam.engines.kv.store import KVStore
+from specbeam.engines.kv.store import RowStore
 from specbeam.engines.kv.trie import KVTrie
 
 
@@ -64,7 +64,7 @@ class RowMember:
         if inputs is not None and inputs.prefix:
             self.trie.reserve_prefix(inputs.prefix)
 
-    def keep_prefix(self, store: KVStore) -> None:
+    def keep_prefix(self, store: RowStore) -> None:
         """Write the prefix to the store, which must have room, unless it is already there."""
         inputs = self.extra_inputs
         if inputs is None or self.has_prefix or not inputs.prefix:

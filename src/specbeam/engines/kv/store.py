@@ -1,9 +1,12 @@
 """The KV store: keys and values of many sessions in preallocated buffers that passes write in place.
 
+This file holds the store of the compiled forward; that of other engines is a transformers cache (kv/torch_store.py).
+
 The dimension `caches` of a buffer is the rows of the store. A session's cache is in one row, which several sessions may
 share.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +15,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specbeam.engines.arrays import AnyArray, Integers, IntegerTensor, PrefixRows
 
@@ -28,89 +30,21 @@ class Place:
     extent: int  # the pass reads the first `extent` slots
 
 
-class StoreLayer(CacheLayerMixin):
-    """The buffers of one layer, [caches, heads, slots, head size], as a transformers cache layer.
+class RowStore(ABC):
+    """The rows and slots of a store, which grow; the buffers are those of its subclasses.
 
-    `update` writes the keys and values of a pass, and returns views of all slots that the pass reads. The views are valid
-    until the next pass or until the store grows.
+    Args:
+        layers: number of layers of the model; further layers may be added after these.
+
+    Attributes:
+        caches: number of rows.
+        slots: number of slots of each row.
     """
-
-    is_sliding = False  # the cache holds all tokens; the mask limits attention to the window
-
-    def __init__(self, store: "KVStore") -> None:
-        super().__init__()
-        self.store = store
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype = key_states.dtype
-        self.device = key_states.device
-        caches = self.store.caches
-        slots = self.store.slots
-        # Zeros instead of `empty`: masked slots enter products, and a NaN in them would spread.
-        self.keys = key_states.new_zeros(caches, key_states.shape[1], slots, key_states.shape[3])
-        self.values = value_states.new_zeros(caches, value_states.shape[1], slots, value_states.shape[3])
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        place = self.store.place
-        if isinstance(place.caches, Tensor):
-            return self._update_single(key_states, value_states, place.caches, place)
-        keys = self.keys[place.caches]
-        values = self.values[place.caches]
-        if key_states.shape[0] == 1:
-            keys.index_copy_(2, place.slots[0], key_states)
-            values.index_copy_(2, place.slots[0], value_states)
-        else:
-            batch = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
-            keys[batch, :, place.slots] = key_states.transpose(1, 2)
-            values[batch, :, place.slots] = value_states.transpose(1, 2)
-        return keys[:, :, : place.extent], values[:, :, : place.extent]
-
-    def _update_single(
-        self, key_states: Tensor, value_states: Tensor, caches: Int64[Tensor, " batch"], place: Place
-    ) -> tuple[Tensor, Tensor]:
-        self.keys[caches[:, None], :, place.slots] = key_states.transpose(1, 2)
-        self.values[caches[:, None], :, place.slots] = value_states.transpose(1, 2)
-        return self.keys[caches, :, : place.extent], self.values[caches, :, : place.extent]
-
-    def write_prefix(self, cache: int, keys: PrefixRows, values: PrefixRows) -> None:
-        """Write rows into the slots after the waste slot of one row of the store."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys[None], values[None])
-        place = slice(1, 1 + keys.shape[1])
-        self.keys[cache, :, place] = keys
-        self.values[cache, :, place] = values
-
-    def grow(self, caches: int, slots: int) -> None:
-        if self.is_initialized:
-            self.keys, self.values = (_larger(buffer, caches, slots) for buffer in (self.keys, self.values))
-
-    # transformers derives masks and positions from these. Passes state both, so these values do not matter.
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.store.place.extent, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length  # the name before transformers 5.16
-
-
-class KVStore(Cache):
-    """The buffers of all layers, as a transformers cache; `place` holds the rows and slots of the current pass."""
 
     def __init__(self, layers: int) -> None:
         self.caches = 1
         self.slots = 64
-        self.place = Place(slice(0, 1), torch.zeros(1, 0, dtype=torch.long), 0)
-        self.model_layers = layers  # further layers may be added after these
-        super().__init__(layers=[StoreLayer(self) for _ in range(layers)])
+        self.model_layers = layers
 
     def reserve(self, caches: int, slots: int) -> None:
         """Make room for rows and slots; a dimension that is too small at least doubles."""
@@ -127,66 +61,37 @@ class KVStore(Cache):
         """Make room for slots in one row of the store."""
         self.reserve(row + 1, slots)
 
+    @abstractmethod
     def touch(self) -> None:
-        """Write to each page of the buffers, so that their memory is allocated now instead of during decoding.
+        """Write to each page of the buffers, so that their memory is allocated now instead of during decoding."""
 
-        Torch buffers are written when they are created, so this does nothing.
-        """
-
+    @abstractmethod
     def grow(self, caches: int, slots: int) -> None:
         """Replace the buffers by larger ones with the same contents."""
-        for layer in self.layers:
-            layer.grow(caches, slots)
 
-    @torch.inference_mode()
-    def write_prefix(
-        self,
-        layer: int,
-        cache: int,
-        keys: PrefixRows,
-        values: PrefixRows,
-    ) -> None:
+    @abstractmethod
+    def write_prefix(self, layer: int, cache: int, keys: PrefixRows, values: PrefixRows) -> None:
         """Write rows of a layer into the slots after the waste slot of one row of the store."""
-        self.layers[layer].write_prefix(cache, keys, values)
 
-    @torch.inference_mode()
+    @abstractmethod
     def take(self, cache: int, slots: Integers) -> list[Any]:
         """Return a copy of the keys and values in some slots of one row, in all layers of the model, for `put`."""
-        which = torch.from_numpy(slots)
-        return [buffer[cache, :, which.to(buffer.device)] for buffer in self._model_buffers()]
 
-    @torch.inference_mode()
+    @abstractmethod
     def put(self, cache: int, slots: Integers, taken: list[Any]) -> None:
         """Write keys and values from `take` into the same number of slots of one row, which must have room."""
-        which = torch.from_numpy(slots)
-        for buffer, part in zip(self._model_buffers(), taken, strict=True):
-            buffer[cache, :, which.to(buffer.device)] = part
 
-    def _model_buffers(self) -> list[Tensor]:
-        return self._buffers()[: 2 * self.model_layers]
-
-    def _buffers(self) -> list[Tensor]:
-        """Return the buffers of keys and values of each layer that has been written."""
-        known = [layer for layer in self.layers if layer.is_initialized]
-        return [buffer for layer in known for buffer in (layer.keys, layer.values)]
-
-    @torch.inference_mode()
+    @abstractmethod
     def move_cache(self, source: int, goal: int, extent: int) -> None:
         """Copy the first `extent` slots of one row of the store to another row."""
-        for buffer in self._buffers():
-            buffer[goal, :, :extent] = buffer[source, :, :extent]
 
-    @torch.inference_mode()
+    @abstractmethod
     def clear_cache(self, cache: int) -> None:
         """Write zeros to one row: masked slots enter products, and a NaN of another text would spread."""
-        for buffer in self._buffers():
-            buffer[cache].zero_()
 
-    @torch.inference_mode()
+    @abstractmethod
     def move_slots(self, cache: int, source: IntegerTensor, goal: IntegerTensor) -> None:
         """Copy some slots of one row of the store to other slots of the same row."""
-        for buffer in self._buffers():
-            buffer[cache, :, goal] = buffer[cache, :, source]
 
 
 def panel_buffers(
@@ -214,7 +119,7 @@ def in_words(numbers: Float[Tensor, "..."], words: np.dtype) -> AnyArray:
     return numbers.detach().to(torch.bfloat16).view(torch.int16).numpy().view(words)
 
 
-class PanelStore(KVStore):
+class PanelStore(RowStore):
     """A store for the compiled forward, which writes the buffers itself.
 
     Each buffer holds all layers. Keys are in panels of `width` neighbouring slots, whose scores are computed together
@@ -244,10 +149,10 @@ class PanelStore(KVStore):
         """Add a layer to the store, and return its index."""
         self.more_layers += 1
         self.grow(self.caches, self.slots)
-        return len(self.layers) + self.more_layers - 1
+        return self.model_layers + self.more_layers - 1
 
     def _allocate(self, caches: int, slots: int) -> None:
-        where = (len(self.layers) + self.more_layers, caches, self.heads)
+        where = (self.model_layers + self.more_layers, caches, self.heads)
         self.keys_by_panel, self.values_by_slot = panel_buffers(where, slots, self.size, self.columns, self.words)
 
     def touch(self) -> None:
@@ -273,7 +178,7 @@ class PanelStore(KVStore):
         self.values_by_slot[layer, cache][:, slots, : self.size] = in_words(values, self.words)
 
     def take(self, cache: int, slots: Integers) -> list[Any]:
-        own = slice(0, len(self.layers))
+        own = slice(0, self.model_layers)
         by_panel = self.keys_by_panel[own, cache]
         by_slot = self.values_by_slot[own, cache]
         if not _are_neighbours(slots):
@@ -285,7 +190,7 @@ class PanelStore(KVStore):
         return [keys, by_slot[:, :, slots[0] : slots[-1] + 1].copy()]
 
     def put(self, cache: int, slots: Integers, taken: list[Any]) -> None:
-        own = slice(0, len(self.layers))
+        own = slice(0, self.model_layers)
         by_panel = self.keys_by_panel[own, cache]
         by_slot = self.values_by_slot[own, cache]
         keys, values = taken
@@ -333,11 +238,3 @@ class PanelStore(KVStore):
 
 def _are_neighbours(slots: Integers) -> bool:
     return len(slots) > 0 and bool((np.diff(slots) == 1).all())
-
-
-def _larger(buffer: Float[Tensor, "*layers caches heads slots size"], caches: int, slots: int) -> Tensor:
-    """Return a larger copy of a buffer, with zeros in the new rows and slots."""
-    *layers, before, heads, known, size = buffer.shape
-    grown = buffer.new_zeros(*layers, caches, heads, slots, size)
-    grown[..., :before, :, :known, :] = buffer
-    return grown

@@ -5,13 +5,15 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from specbeam.engines.kv.masks import Mask
-from specbeam.engines.kv.store import KVStore
+
+if TYPE_CHECKING:
+    from specbeam.engines.kv.torch_store import KVStore
 
 _T = TypeVar("_T")
 # Takes tokens, positions, masks, and a number of last rows; returns the logits of these rows.
@@ -114,7 +116,7 @@ class CapturedForward:
             addresses.
     """
 
-    def __init__(self, forward: Forward, store: KVStore, weights: Sequence[Tensor]) -> None:
+    def __init__(self, forward: Forward, store: "KVStore", weights: Sequence[Tensor]) -> None:
         self.forward = forward
         self.store = store
         self._weights = weights

@@ -24,7 +24,7 @@ from specbeam.engines.kv.late import LateRows, late_rows
 from specbeam.engines.kv.masks import Mask, Masks, SlotPositions
 from specbeam.engines.kv.rows import rows_at
 from specbeam.engines.kv.steps import BLOCK, WASTE
-from specbeam.engines.kv.store import KVStore, Place
+from specbeam.engines.kv.store import Place
 from specbeam.engines.kv.trie import Feed
 from specbeam.engines.shared_tokens import SharedTokens, readable
 from specbeam.engines.torch.captured import WIDEST, CapturedForward, Forward
@@ -123,6 +123,8 @@ class PaddedPasses:
         compile: bool = False,
         shared: SharedTokens | None = None,
     ) -> None:
+        from specbeam.engines.kv.torch_store import KVStore  # imports transformers
+
         self.model = model
         self.shared = shared
         self.caches = caches

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from specbeam.core.errors import NotSupported
 from specbeam.core.records import ExtraInputs, Needs
 from specbeam.engines.kv.masks import Mask, additive
-from specbeam.engines.kv.store import KVStore, Place
+from specbeam.engines.kv.store import Place
+from specbeam.engines.kv.torch_store import KVStore
 from specbeam.engines.torch.passes import NO_EXTRAS, PaddedPasses
 
 if TYPE_CHECKING:

@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from jaxtyping import Int32, Int64
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from specbeam.engines.arrays import PassInputs
 from specbeam.engines.kv.cache import PaddedCache
 from specbeam.engines.kv.cross import CrossStore, CrossView, ReadsSources
 from specbeam.engines.kv.masks import Mask, distances_back
-from specbeam.engines.kv.store import KVStore
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.passes import NO_EXTRAS, PaddedPasses, SharedRow
 from specbeam.engines.torch.places import Places, decoder_of, self_attention_with_biases
@@ -29,6 +26,8 @@ class SourcePasses(ReadsSources, PaddedPasses):
     cross: CrossStore
 
     def __init__(self, model: "PreTrainedModel", caches: list[Any], shared: SharedTokens | None = None) -> None:
+        from specbeam.engines.kv.torch_store import KVStore
+
         super().__init__(model, caches, shared=shared)
         self.captured = None  # the shapes of a pass depend on its sources
         self.store = KVStore(decoder_layers(model))
@@ -50,6 +49,8 @@ class SourcePasses(ReadsSources, PaddedPasses):
 
     def _cross_layers(self, states: torch.Tensor) -> Sequence[Any]:
         """Return the keys and values of a source in each layer, which the decoder computes with its first token."""
+        from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         first = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         self.model(**plain_arguments(self.model, states, first), past_key_values=cache, use_cache=True)
@@ -92,6 +93,9 @@ class SourcePasses(ReadsSources, PaddedPasses):
 
     def _arguments(self, ids: torch.Tensor, masks: Mask, view: CrossView) -> dict[str, Any]:
         """Return the arguments of the model. Layers read stored keys and values, so only the states' shape matters."""
+        from transformers.cache_utils import EncoderDecoderCache
+        from transformers.modeling_outputs import BaseModelOutput
+
         cache = EncoderDecoderCache(self.store, view.cache)
         shape = (*view.mask.shape, 1)
         size = self.model.config.d_model
@@ -126,6 +130,8 @@ def make_causal(model: "PreTrainedModel") -> None:
 
 def plain_arguments(model: "PreTrainedModel", states: torch.Tensor, ids: torch.Tensor) -> dict[str, Any]:
     """Return the arguments of a model for tokens and encoder states, without a cache."""
+    from transformers.modeling_outputs import BaseModelOutput
+
     states = states.to(model.device, model.dtype)
     if is_whole(model):
         return {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}

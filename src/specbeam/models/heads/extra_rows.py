@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specbeam.core.records import ExtraInputs
 from specbeam.engines.eligibility import check_has_trees, layers_of
@@ -133,13 +132,15 @@ class StoredTrees:
         keys: tuple[Tensor, ...] = (),
         values: tuple[Tensor, ...] = (),
     ) -> None:
+        from specbeam.models.heads.tree_cache import TreeCache  # imports transformers
+
         check_has_trees(target)
         config = target.config.get_text_config()
         self.target = target
         self.trees = trees
         self.prefix = keys[0].shape[1] if keys else 0
         self.masks = Masks(config, config._attn_implementation or "eager", target.dtype)
-        self.cache = _TreeCache(config.num_hidden_layers, keys, values)
+        self.cache = TreeCache(config.num_hidden_layers, keys, values)
         self.states: Tensor | None = None
 
         def note(module: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -197,67 +198,6 @@ class StoredTrees:
         seen = torch.cat([prefix, above.repeat_interleave(depth, 1), own], -1)
         ahead = torch.full((rows, self.prefix), AHEAD, device=device)
         return seen, torch.cat([ahead, self.trees.depths, positions.flatten(1)], -1)
-
-
-class _TreeLayer(CacheLayerMixin):
-    """The keys and values of a layer: first of a prefix that only later rows see, then of trees."""
-
-    is_sliding = False
-
-    def __init__(self, cache: "_TreeCache", number: int) -> None:
-        super().__init__()
-        self.cache = cache
-        self.number = number
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Set type and device."""
-        self.dtype = key_states.dtype
-        self.device = key_states.device
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values of trees; for later rows return prefix, trees and their own."""
-        if not self.cache.is_full:
-            self.lazy_initialization(key_states, value_states)
-            self.keys = key_states
-            self.values = value_states
-            return key_states, value_states
-        keys = self._with(self.cache.keys, self.keys, key_states)
-        return keys, self._with(self.cache.values, self.values, value_states)
-
-    def _with(self, prefix: tuple[Tensor, ...], trees: Tensor, own: Tensor) -> Tensor:
-        parts = [trees, own]
-        if prefix:
-            parts.insert(0, prefix[self.number].to(own).expand(len(own), -1, -1, -1))
-        return torch.cat(parts, 2)
-
-    # transformers derives masks and positions from these. Passes here give both explicitly, so the values do not
-    # matter.
-    def get_seq_length(self) -> int:
-        """Return 0."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys, and 0."""
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        """Return -1: there is no limit."""
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-
-class _TreeCache(Cache):
-    """The keys and values of trees; see `_TreeLayer`."""
-
-    def __init__(self, layers: int, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
-        self.keys = keys
-        self.values = values
-        self.is_full = False  # whether the trees were scored
-        super().__init__(layers=[_TreeLayer(self, number) for number in range(layers)])
 
 
 def unrounded(like: Tensor) -> torch.autocast:

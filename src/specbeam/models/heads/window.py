@@ -5,16 +5,20 @@ predict: a row at position n predicts the token at position n + 1, as all rows o
 rows between it and its token, as in `HiddenTransfer`; a row behind attends to itself. Rows of the text attend to neither.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
 
 from specbeam.engines.eligibility import layers_of
 from specbeam.engines.kv.masks import Masks
 from specbeam.models.early_layers import last_norm
 from specbeam.models.heads.extra_rows import logits_of
 from specbeam.models.heads.hidden_transfer import HiddenTransfer
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 States = Float[Tensor, "trees rows width"]
 
@@ -41,7 +45,7 @@ def through_last_layers(
     positions: Int64[Tensor, "trees rows"],
     seen: Bool[Tensor, "trees rows slots"],
     slot_positions: Int64[Tensor, "trees slots"],
-    cache: Cache | None = None,
+    cache: "Cache | None" = None,
 ) -> States:
     """Return the last hidden states, after the final norm, of rows that enter at the head's layer.
 
@@ -80,6 +84,8 @@ class TextWindows:
     """
 
     def __init__(self, head: HiddenTransfer) -> None:
+        from transformers.cache_utils import DynamicCache
+
         self.head = head
         self.cache = DynamicCache()
         self.length = 0
