@@ -31,6 +31,7 @@ FLOORS = [
         "engines.shared_tokens",
         "lab.words",
         "models.clasp",
+        "models.stand_ins",
     },
     {
         "core.caches",

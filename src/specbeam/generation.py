@@ -118,7 +118,7 @@ def stream(
     """
     if isinstance(pair, str):
         pair = load(pair)
-    if pair.tokenizer is None:
+    if pair.known("tokenizer") is None:
         raise NotSupported("streaming text needs a tokenizer; give load(tokenizer=...)")
     yield from pieces_of(_single_request(pair, prompt, method, options, generation_config, seed))
 

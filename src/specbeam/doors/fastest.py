@@ -104,12 +104,10 @@ def tokens_per_second(run: Callable[[], Sequence[object]]) -> float:
 
 def _key(pair: Pair, settings: Settings) -> list[Any]:
     """Return all inputs of the choice except for the machine and the version of specbeam."""
-    models = [measured.model_key(model) for model in (pair.target_model, pair.draft_model)]
+    models = (pair.known("target_model"), pair.known("draft_model"))
     return [
-        models,
-        [
-            measured.weights_key(model) for model in (pair.target_model, pair.draft_model)
-        ],  # weights determine acceptance
+        [measured.model_key(model) for model in models],
+        [measured.weights_key(model) for model in models],  # weights determine acceptance
         _head_key(pair),
         str(pair.draft.settings) if isinstance(pair.draft, SkippingLM) else None,
         [[getattr(lm, "engine", None), rounding_of(lm)] for lm in (pair.target, pair.draft)],

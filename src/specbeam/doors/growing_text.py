@@ -12,6 +12,7 @@ from typing import Any
 
 from specbeam.doors.grammar.spelling import UNKNOWN, special_tokens, text_of_tokens
 from specbeam.errors import BrokenPart
+from specbeam.models.stand_ins import StandInTokenizer
 
 CONTEXT = 16  # tokens decoded again before new ones, because the first token of a text may be decoded differently
 HALF_CHARACTER = 3  # maximum number of replacement characters of an incomplete character
@@ -233,6 +234,8 @@ def _cleans_up(tokenizer: Any) -> bool | None:
 
 def open_end_of(tokenizer: Any) -> OpenEnd:
     """Return the changeable end of texts of a tokenizer."""
+    if isinstance(tokenizer, StandInTokenizer):  # it decodes like its backend
+        return _end_of_stages(tokenizer.backend_tokenizer.decoder)
     methods = ["decode", "_decode"]
     if getattr(tokenizer, "clean_up_tokenization_spaces", False):
         methods.append("clean_up_tokenization")

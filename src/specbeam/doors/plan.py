@@ -140,7 +140,7 @@ class CallPlan:
             raise BadSetting(reason)
         _check(chosen, settings)
         limit_is_given = settings.max_new_tokens is not None or settings.max_length is not None
-        config = getattr(pair.target_model, "generation_config", None) if completes else None
+        config = pair.generation_config if completes else None
         also = OF_ENCODER_DECODERS if isinstance(pair.target, EncoderDecoderLM) else ()
         settings = settings.completed(config, not chosen.greedy, also)
         require(seed is None or is_integer(seed), "seed", seed, "an integer, or None for a random seed")
@@ -259,7 +259,8 @@ class _CallValues:
         pair = self.pair
         settings = self.settings
         method = self.method
-        decoder = None if pair.tokenizer is None else pair.tokenizer.decode  # including special tokens
+        tokenizer = pair.known("tokenizer")
+        decoder = None if tokenizer is None else tokenizer.decode  # including special tokens
         fills_beams = method.fills_beams or method.greedy or settings.temperature == 0
         keep = method.beams if fills_beams else settings.num_return_sequences
         limits = settings.limits(self.eos, len(prompt), room, decoder, keep)
@@ -284,7 +285,7 @@ class _CallValues:
         """
         settings = self.settings
         pair = self.pair
-        models = pair if self.method.needs_draft else Pair(pair.target_model, None, None, pair.target, None)
+        models = pair if self.method.needs_draft else Pair(pair.known("target_model"), None, None, pair.target, None)
         room = models.room(len(prompt), self.drafting)
         wanted = settings.new_tokens(len(prompt))
         if wanted is not None and wanted < 1:
@@ -341,8 +342,9 @@ def _closing_tokens(pair: Pair, settings: Settings) -> Bool[np.ndarray, " vocab"
     Only compiled runs of several turns use it.
     """
     stops = as_texts(settings.stop_strings)
-    may_run = bool(stops) and pair.tokenizer is not None and getattr(pair.target, "supports_runs", False)
-    return closing_tokens(pair.tokenizer, pair.target.vocab, stops) if may_run else None
+    tokenizer = pair.known("tokenizer")
+    may_run = bool(stops) and tokenizer is not None and getattr(pair.target, "supports_runs", False)
+    return closing_tokens(tokenizer, pair.target.vocab, stops) if may_run else None
 
 
 def _check(method: Method, settings: Settings) -> None:
@@ -409,5 +411,5 @@ def _tokens_of(source: Source) -> list[int] | None:
 
 def _configs_of(pair: Pair) -> list[Any]:
     """Return the text configs of the models of a pair."""
-    models: list[Any] = [pair.target_model, pair.draft_model]
+    models: list[Any] = [pair.known("target_model"), pair.known("draft_model")]
     return [model.config.get_text_config() for model in models if hasattr(model, "config")]

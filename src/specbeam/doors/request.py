@@ -32,7 +32,7 @@ class Request:
         self.sessions: list[Session] = []
         self.refused: dict[int, SpecbeamError] = {}
         self.traces: dict[int, Trace] = {}
-        self._words = words_of(plan.pair.tokenizer)
+        self._words = words_of(plan.pair.known("tokenizer"))
         for place, text in enumerate(plan.texts):
             if isinstance(text, PlannedText):
                 self.sessions.append(_session(plan, place, text))
@@ -89,17 +89,18 @@ class Request:
             tokens: token ids.
             shows_special: whether special tokens are included; ignored with a constraint.
         """
-        if self.pair.tokenizer is None:
+        tokenizer = self.pair.known("tokenizer")
+        if tokenizer is None:
             return ""
         if self.plan.constraint is None:
-            return str(self.pair.tokenizer.decode(tokens, skip_special_tokens=not shows_special))
-        return text_of_tokens(self.pair.tokenizer, tokens[:-1] if self._is_complete(tokens) else tokens)
+            return str(tokenizer.decode(tokens, skip_special_tokens=not shows_special))
+        return text_of_tokens(tokenizer, tokens[:-1] if self._is_complete(tokens) else tokens)
 
     def growing_text(self, shows_special: bool = False) -> GrowingText:
         """Return a streaming decoder whose pieces add up to `text_of` of all tokens."""
         if self.plan.constraint is None:
-            return GrowingText(self.pair.tokenizer, shows_special)
-        return GrowingText(self.pair.tokenizer, is_exact=True, ends=self.eos)
+            return GrowingText(self.pair.known("tokenizer"), shows_special)
+        return GrowingText(self.pair.known("tokenizer"), is_exact=True, ends=self.eos)
 
     def _is_complete(self, tokens: list[int]) -> bool:
         """Return whether a text has its end token; a constrained text then satisfies the constraint."""

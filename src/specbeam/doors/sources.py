@@ -35,7 +35,7 @@ def token_ids(pair: Pair, prompt: Any, number: int, vocab: int) -> list[int]:
         vocab: vocabulary size of the model or encoder that reads the prompt.
     """
     pad, unsure = _pad_tokens(pair)
-    return PromptReader(pair.tokenizer, vocab, pad, unsure).ids(prompt, f"prompt {number}")
+    return PromptReader(pair.known("tokenizer"), vocab, pad, unsure).ids(prompt, f"prompt {number}")
 
 
 def _pad_tokens(pair: Pair) -> tuple[int | None, list[int]]:
@@ -44,8 +44,8 @@ def _pad_tokens(pair: Pair) -> tuple[int | None, list[int]]:
     As in transformers, the first one is the pad token of the target's generation config, by default the tokenizer's, unless
     it is also an end token.
     """
-    config = getattr(pair.target_model, "generation_config", None)
-    pads = [getattr(holder, "pad_token_id", None) for holder in (config, pair.tokenizer)]
+    holders = (pair.generation_config, pair.known("tokenizer"))
+    pads = [getattr(holder, "pad_token_id", None) for holder in holders]
     known = [int(pad) for pad in pads if pad is not None]
     sure = next((pad for pad in known[:1] if pad not in pair.eos), None)
     return sure, [pad for pad in known if pad != sure]
@@ -265,6 +265,8 @@ def set_languages(pair: Pair, options: dict[str, Any], source: str | None, targe
 
     Raises `NotSupported` if the tokenizer has no languages, and `BadSetting` for an unknown language.
     """
+    if source is None and target is None:
+        return
     tokenizer: Any = pair.tokenizer
     name = type(tokenizer).__name__
     if source is not None:

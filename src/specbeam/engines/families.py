@@ -6,6 +6,7 @@ else.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
@@ -852,14 +853,14 @@ def misfit_of_encoder(model: "PreTrainedModel") -> str:
 
 def _misfit_of_these(modules: list[Any], family: ModelFamily) -> str:
     """See `_misfit_of_modules`."""
-    from transformers.pytorch_utils import Conv1D
-
+    known = sys.modules.get("transformers.pytorch_utils")
+    conv1d = () if known is None else (known.Conv1D,)  # not imported: no module of a model is one
     if any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules):
         return "its modules have hooks or a replaced forward"
-    own = (nn.Linear, Conv1D) if family.transposed else (nn.Linear, _linear_of(family))
+    own = (nn.Linear, *conv1d) if family.transposed else (nn.Linear, _linear_of(family))
     whole = [one for one in modules if not isinstance(one, PackedLinear)]
     holds_matrix = [one for one in whole if hasattr(one, "weight") and hasattr(one, "in_features")]
-    holds_matrix += [one for one in modules if isinstance(one, Conv1D)]
+    holds_matrix += [one for one in modules if isinstance(one, conv1d)]
     # Adapters and most rounded layers are modules of other classes; torchao keeps the modules and replaces their
     # tensors.
     if any(type(one) not in own or type(one.weight) is not nn.Parameter for one in holds_matrix):

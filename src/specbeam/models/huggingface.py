@@ -37,6 +37,7 @@ from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.models.engines import COMPILED, OWN, choose_engine
 from specbeam.models.gguf_files import weights_note_of
+from specbeam.models.stand_ins import at_hand, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -156,7 +157,7 @@ class HuggingFaceLM:
         kv: KVType = "float32",
         shared: SharedTokens | None = None,
     ) -> None:
-        self.model = model
+        self.given_model = model  # or its stand-in
         self.kv = kv
         self.shared = shared
         self.chunk = chunk
@@ -182,6 +183,17 @@ class HuggingFaceLM:
         self.skipping: dict[Any, Any] = {}  # draft models made of this model without some sublayers; `skipping_model`
         self.learnt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # statistics of controllers, by draft model
 
+    @property
+    def model(self) -> "PreTrainedModel":
+        """The model object of transformers, which is loaded now if only its stand-in has been used so far."""
+        found: PreTrainedModel = whole(self.given_model)
+        return found
+
+    @property
+    def known(self) -> Any:
+        """The model object, or its stand-in as long as nobody has needed the object: for its settings and weights."""
+        return at_hand(self.given_model)
+
     def twin(self, number: int = 0) -> "HuggingFaceLM":
         """Return another language model of the same model object and engine with its own caches.
 
@@ -195,7 +207,7 @@ class HuggingFaceLM:
     def _new_twin(self) -> "HuggingFaceLM":
         if self.engine == "parallel":
             raise NotSupported("a model whose weights are sharded over several processes has only one set of caches")
-        return HuggingFaceLM(self.model, CHUNK, self.engine, self.share_from, self.kv, self.shared)
+        return HuggingFaceLM(self.given_model, CHUNK, self.engine, self.share_from, self.kv, self.shared)
 
     def remember_prompts(self, chunk: int, most_bytes: int) -> None:
         """Turn on prefix caching: store prompts in chunks, and reuse the chunks for later prompts with equal beginnings.
@@ -232,14 +244,14 @@ class HuggingFaceLM:
     @cached_property
     def slot_bytes(self) -> int:
         """The bytes of the keys and values of one token."""
-        config = self.model.config.get_text_config()
+        config = self.known.config.get_text_config()
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        family = family_of(self.model)
+        family = family_of(self.known)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         if family is not None and self.engine in OWN:
             kv_heads = kv_heads_of(config, family)
-        number = np.dtype(WORDS[self.kv]).itemsize if self.engine in COMPILED else self.model.dtype.itemsize
+        number = np.dtype(WORDS[self.kv]).itemsize if self.engine in COMPILED else self.known.dtype.itemsize
         return int(2 * config.num_hidden_layers * kv_heads * size * number)
 
     def lacks(self, needs: Needs) -> str:
@@ -281,7 +293,7 @@ class HuggingFaceLM:
             return f"the prompt has embedding rows, and session.vectors has none for {self.model_name}" if rows else ""
         if rows > len(vectors):
             return f"the prompt has token {-rows}, and vectors has only {len(vectors)} rows"
-        size = self.model.get_input_embeddings().weight.shape[1]
+        size = self.known.get_input_embeddings().weight.shape[1]
         if vectors.ndim != 2 or vectors.shape[1] != size:
             return f"vectors has shape {[*vectors.shape]}; {self.model_name} reads rows of {size}"
         return (
@@ -304,7 +316,7 @@ class HuggingFaceLM:
 
     @property
     def model_name(self) -> str:
-        return type(self.model).__name__
+        return type(self.known).__name__
 
     def _extras_of(self, session: CacheOwner) -> tuple[Any, torch.Tensor | None]:
         """Return a session's context and embeddings for this model; None for each that is missing."""
@@ -502,12 +514,12 @@ class HuggingFaceLM:
     @cached_property
     def weights(self) -> int:
         """The number of the model's parameters."""
-        return weights_in(self.model)
+        return weights_in(self.known)
 
     @property
     def weights_note(self) -> str:
         """Which matrices of a GGUF file keep their bits, and which are widened; "" for other models."""
-        return weights_note_of(self.model)
+        return weights_note_of(self.known)
 
     @property
     def bytes_read(self) -> int:
@@ -516,7 +528,7 @@ class HuggingFaceLM:
         of_engine: int | None = getattr(decoder, "bytes_read", None)
         if of_engine is not None:
             return of_engine
-        return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        return sum(weight.numel() * weight.element_size() for weight in self.known.parameters())
 
     @property
     def is_compiled(self) -> bool:
@@ -689,7 +701,7 @@ class HuggingFaceLM:
         """
         limits = getattr(session, "limits", None)
         fresh = 0 if limits is None else limits.max_new_tokens
-        return others * fresh**2 <= 6 * self.model.get_input_embeddings().weight.shape[1] * common
+        return others * fresh**2 <= 6 * self.known.get_input_embeddings().weight.shape[1] * common
 
     def _take_over_prefixes(self, caches: list[Any]) -> None:
         """Give each cache its prefix from its leader if the leader has stored all of it."""

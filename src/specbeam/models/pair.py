@@ -30,6 +30,7 @@ from specbeam.models.loading.drafts import (
     with_fewer_drafted,
 )
 from specbeam.models.loading.further import FurtherDrafts
+from specbeam.models.loading.known_folders import is_model_folder, model_at_hand, remember_model, tokenizer_at_hand
 from specbeam.models.loading.language_models import (
     ShareFrom,
     by_engine,
@@ -44,6 +45,7 @@ from specbeam.models.loading.vocabularies import tokens_in_common
 from specbeam.models.memory.lm import MemoryLM
 from specbeam.models.skipping import Skipping
 from specbeam.models.spread import end_together, spread_model
+from specbeam.models.stand_ins import at_hand, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,9 +53,25 @@ if TYPE_CHECKING:
 BUNDLED = Path(__file__).parents[1] / "bundled"
 
 
+class LoadedWhenRead:
+    """A field of a pair: reading it loads the object of transformers, if the pair has a stand-in for it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, pair: "Pair | None", owner: type) -> Any:
+        return self if pair is None else whole(vars(pair)[self.name])
+
+    def __set__(self, pair: "Pair", value: Any) -> None:
+        vars(pair)[self.name] = value
+
+
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A target model, an optional draft model, and their tokenizer."""
+    """A target model, an optional draft model, and their tokenizer.
+
+    They are objects of transformers. `load` may have left one in its files until it is read here: see `known_folders.py`.
+    """
 
     target_model: "PreTrainedModel"
     draft_model: "PreTrainedModel | None"
@@ -85,12 +103,22 @@ class Pair:
     @property
     def eos(self) -> tuple[int, ...]:
         """The end tokens from the target's generation config, or else from the tokenizer."""
-        eos = getattr(getattr(self.target_model, "generation_config", None), "eos_token_id", None)
-        if eos is None and self.tokenizer is not None:
-            eos = self.tokenizer.eos_token_id
+        eos = getattr(self.generation_config, "eos_token_id", None)
+        tokenizer = self.known("tokenizer")
+        if eos is None and tokenizer is not None:
+            eos = tokenizer.eos_token_id
         if eos is None:
             return ()
         return (eos,) if isinstance(eos, int) else tuple(eos)
+
+    def known(self, name: Literal["target_model", "draft_model", "tokenizer"]) -> Any:
+        """Return an object of the pair, or its stand-in as long as nobody has needed the object."""
+        return at_hand(vars(self)[name])
+
+    @property
+    def generation_config(self) -> Any:
+        """The target's own generation config; None if it has none."""
+        return getattr(self.known("target_model"), "generation_config", None)
 
     @property
     def forgetful_target(self) -> HuggingFaceLM:
@@ -115,7 +143,8 @@ class Pair:
 
     def word(self, token: int) -> str:
         """Return the text of one token; without a tokenizer, its id."""
-        return self.tokenizer.decode([token]) if self.tokenizer is not None else str(token)
+        tokenizer = self.known("tokenizer")
+        return str(token) if tokenizer is None else str(tokenizer.decode([token]))
 
     def room(self, prompt_tokens: int, further: Sequence[LM] = ()) -> int | None:
         """Return the number of new tokens for which target and draft have positions; None if there is no limit.
@@ -128,15 +157,18 @@ class Pair:
         return min(limits) - prompt_tokens if limits else None
 
 
+for _name in ("target_model", "draft_model", "tokenizer"):
+    setattr(Pair, _name, LoadedWhenRead(_name))
+
+
 def _said(lm: Any) -> str:
     """Return the class, the size and the engine of a model, as far as they are known."""
     if isinstance(lm, ChainLM):
         return lm.model_name
-    name = type(lm.model).__name__ if hasattr(lm, "model") else type(lm).__name__
-    facts = []
-    if isinstance(lm, HuggingFaceLM):
-        facts = [f"{lm.weights / 1e6:,.1f} M weights", f"engine {lm.engine!r}"]
-    return f"{name} ({', '.join(facts)})" if facts else name
+    if not isinstance(lm, HuggingFaceLM):
+        return type(lm.model).__name__ if hasattr(lm, "model") else type(lm).__name__
+    facts = [f"{lm.weights / 1e6:,.1f} M weights", f"engine {lm.engine!r}"]
+    return f"{lm.model_name} ({', '.join(facts)})"
 
 
 @rarely_collected()
@@ -259,6 +291,9 @@ def load(
     run_by: str = compute or engine
     rounded_kv: KVType = kv or "float32"
     is_spread = device_map is not None or tensor_parallel
+    others = (quantize, quantize_draft, draft_vocab, kv, compute)
+    is_usual = not is_spread and not compile and engine in ("auto", "compiled") and set(others) == {None}
+    is_usual = is_usual and (draft is None or is_model_folder(draft))
     opened = opened_target(target, dtype, tokenizer)
     if opened is not None:
         check_served_options(
@@ -283,7 +318,10 @@ def load(
         target_model = spread_model(name_or_path(target), dtype, torch_device)
     else:
         may_map = device_map is None and engine in MAPPING
-        target_model = model_of(target, dtype, torch_device, quantize, may_map, device_map)
+        if is_usual:
+            target_model = model_at_hand(target, dtype, torch_device, may_map)
+        else:
+            target_model = model_of(target, dtype, torch_device, quantize, may_map, device_map)
     if reads_sources(target_model):
         check_draft_of_sources(target_model, draft, share_from)
         if is_spread:
@@ -291,11 +329,15 @@ def load(
     given = given_draft(draft, quantize_draft, quantize, target, target_model)
     check_draft_vocab(draft_vocab, given)
     draft_model = None
-    if given.model is not None:
+    if given.model is not None and is_usual:
+        draft_model = model_at_hand(given.model, dtype, torch_device, engine in MAPPING)
+    elif given.model is not None:
         draft_model = model_of(given.model, dtype, torch_device, given.quantize, may_map=engine in MAPPING)
     if tokenizer is None:
         tokenizer = target
-    own_tokenizer = None if tokenizer is False else read_tokenizer(tokenizer)
+    own_tokenizer = None
+    if tokenizer is not False:
+        own_tokenizer = tokenizer_at_hand(tokenizer) if is_usual else read_tokenizer(tokenizer)
     shared = None
     if draft_model is not None:
         shared = tokens_in_common(target_model, draft_model, own_tokenizer, target, given.model)
@@ -315,7 +357,7 @@ def load(
     draft_lm = draft_of(given, draft_model, target_lm, own_tokenizer, options, shared)
     models = [lm for lm in (target_lm, draft_lm) if isinstance(lm, HuggingFaceLM)]
     for lm in models if engine == "auto" else []:
-        is_given = any(lm.model is one for one in (target, given.model))  # as an object
+        is_given = any(lm.given_model is one for one in (target, given.model))  # as an object
         advice = advice_for_object(lm.model, lm.engine) if is_given else ""
         if advice:
             warnings.warn(advice, stacklevel=3)  # the caller of `load`, which is decorated
@@ -323,4 +365,7 @@ def load(
         raise BadSetting(
             "compile=True is for models that transformers runs, and specbeam's own forward runs these models; leave it out"
         )
+    if is_usual and check:
+        remember_model(target, dtype, torch_device, engine in MAPPING, target_lm)
+        remember_model(given.model, dtype, torch_device, engine in MAPPING, draft_lm)
     return Pair(target_model, draft_model, own_tokenizer, target_lm, draft_lm)

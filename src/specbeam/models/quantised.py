@@ -66,7 +66,7 @@ def rounding_of(lm: Any) -> str:
 def _rounding_of_weights(lm: Any) -> str:
     """Return the rounding of a language model's weights; "" for none."""
     engine = getattr(lm, "engine", "")
-    model = getattr(lm, "model", None)
+    model = getattr(lm, "known" if hasattr(lm, "known") else "model", None)
     stored = rounding_in(getattr(model, "config", None))
     if engine == "bfloat16":
         return "bfloat16 products"

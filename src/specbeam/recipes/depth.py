@@ -210,9 +210,9 @@ def _learnt(target: HuggingFaceLM, draft: HuggingFaceLM | ExitLM | SkippingLM) -
         elif isinstance(draft, ExitLM):
             named = [saved_figures.weights_key(draft.head), "exit"]
         else:
-            named = [saved_figures.weights_key(draft.model), draft.engine]
+            named = [saved_figures.weights_key(draft.known), draft.engine]
         weights, engine = named
-        key = [saved_figures.weights_key(target.model), weights, target.engine, engine]
+        key = [saved_figures.weights_key(target.known), weights, target.engine, engine]
         target.learnt[draft] = _Learnt(OddsMemory(key), PaceMemory(key))
     found: _Learnt = target.learnt[draft]
     return found
@@ -249,7 +249,7 @@ def _target_curve(target: LM | None, draft: LM | None) -> CostCurve:
     whole = _curve(target, "target")
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, ExitLM):
         return whole
-    return rest_curve(whole, _curve(draft, "draft"), len(layers_of(target.model)), draft.layer.after)
+    return rest_curve(whole, _curve(draft, "draft"), len(layers_of(target.known)), draft.layer.after)
 
 
 def _curve(lm: LM | None, role: str) -> CostCurve:

@@ -6,6 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from specbeam.errors import BadSetting
+from specbeam.models.stand_ins import StoredGenerationConfig
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -124,7 +125,7 @@ class ConfigFields:
         return ", ".join(parts)
 
 
-def read(config: "GenerationConfig", names: Collection[str]) -> ConfigFields:
+def read(config: "GenerationConfig | StoredGenerationConfig", names: Collection[str]) -> ConfigFields:
     """Return the fields of a generation config that differ from an empty one.
 
     Args:
@@ -133,12 +134,13 @@ def read(config: "GenerationConfig", names: Collection[str]) -> ConfigFields:
 
     Raises `BadSetting` if `config` is not a generation config.
     """
-    if not hasattr(config, "to_diff_dict"):
+    is_stored = isinstance(config, StoredGenerationConfig)
+    if not is_stored and not hasattr(config, "to_diff_dict"):
         raise BadSetting(
             f"generation_config is a {type(config).__name__}; it must be a GenerationConfig of transformers; or give single "
             "options by name"
         )
-    defaults = _defaults()
+    defaults = config.empty if is_stored else _defaults()
     harmless = (*_HARMLESS, *(_OF_SPEECH if hasattr(config, "no_timestamps_token_id") else ()))
     changed = {name: value for name, value in vars(config).items() if value is not None and value != defaults.get(name)}
     settings = {name: value for name, value in changed.items() if name in names}

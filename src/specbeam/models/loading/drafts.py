@@ -104,7 +104,7 @@ def draft_of(
     if model is None:
         return None
     rounding = by_engine(given.quantize)
-    is_target = model is target.model
+    is_target = model is target.given_model
     if options.engine == "bfloat16" and misfit_of_bfloat16(model):
         options = replace(options, engine="auto")
     if reads_sources(model):

@@ -15,6 +15,7 @@ from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.huggingface import HuggingFaceLM, prepare_to_score
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.models import ONE_AT_A_TIME, cannot_round
+from specbeam.models.stand_ins import StandInModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,6 +58,8 @@ def _cached_language_model(
 ) -> HuggingFaceLM:
     engine, compile, share_from, kv = given
     options = (*given, None if shared is None else shared.key)
+    if isinstance(model, StandInModel):  # its folder was checked before
+        return _language_model_of(model, options, shared)
     cached = vars(model).get("_specbeam")
     if cached is None or cached.key != (fingerprint(model), options):
         prepare_to_score(model)
@@ -78,6 +81,27 @@ def _cached_language_model(
         object.__setattr__(model, "_specbeam", cached)
         mapped_files(model).release(model.parameters())
     return cached.found
+
+
+def _language_model_of(stand_in: StandInModel, options: tuple[Any, ...], shared: SharedTokens | None) -> HuggingFaceLM:
+    """Return the language model of a stand-in, and cache it on the model object if that is loaded later.
+
+    Args:
+        options: see `OnModel.key`.
+    """
+    prepare_to_score(stand_in)
+    engine, _, share_from, kv, _ = options
+    lm = HuggingFaceLM(stand_in, engine=engine, share_from=share_from, kv=kv, shared=shared)
+    mapped_files(stand_in).release(stand_in.parameters())
+    load_model = stand_in.load_whole
+
+    def load_whole() -> Any:
+        model = load_model()
+        object.__setattr__(model, "_specbeam", OnModel((fingerprint(model), options), lm))
+        return model
+
+    stand_in.load_whole = load_whole
+    return lm
 
 
 def placed_language_model(model: "PreTrainedModel", check: bool, share_from: ShareFrom) -> HuggingFaceLM:

@@ -57,4 +57,4 @@ def _odds_on_disk(target: HuggingFaceLM, draft: HuggingFaceLM) -> tuple[float, .
 
 
 def _key(target: HuggingFaceLM, draft: HuggingFaceLM) -> list[str | None]:
-    return [saved_figures.weights_key(lm.model) for lm in (target, draft)]
+    return [saved_figures.weights_key(lm.known) for lm in (target, draft)]

@@ -346,7 +346,7 @@ def _warp_of(parts: Parts, top_k: int) -> Warp:
 
 def _key(lm: HuggingFaceLM, context: int) -> list[Any]:
     return [
-        saved_figures.model_key(lm.model),
+        saved_figures.model_key(lm.known),
         lm.engine,
         context,
         saved_figures.source_key("engines", "core/compiling"),

@@ -1,0 +1,489 @@
+"""Folders that `load` has loaded and checked before, whose models and tokenizers then have stand-ins (models/stand_ins.py).
+
+The first load of a folder imports transformers, and compares the compiled forward with transformers' own. What it finds
+is described in a cache file: the configuration with its defaults, and the modules that hold the weights. Later loads read
+this description and the weights. It counts for the same files, the same versions of the packages and the same sources of
+specbeam only.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specbeam.core import compiling
+from specbeam.core.caches.files import clean, read_sealed, save_sealed
+from specbeam.core.caches.folders import cache_folder
+from specbeam.core.measure.saved_figures import model_key, source_key, weights_key
+from specbeam.engines.families import (
+    FIXED_ROPES,
+    Architecture,
+    angle_tables,
+    architecture_of,
+    bias_of_tokens,
+    body_of,
+    embedding_of,
+    family_of,
+    head_of,
+    layers_in,
+    matrix_at,
+    norm_at,
+    own_scale,
+    parts_of,
+    places_of,
+    unplaced_in,
+)
+from specbeam.engines.mapped import is_mapped, mapped_files, mark_mapped
+from specbeam.engines.packed import matrices_of
+from specbeam.engines.torch.in_float32 import as_loaded
+from specbeam.models.adapters import is_merged
+from specbeam.models.checkpoints.folders import ADAPTER, CONFIG
+from specbeam.models.checkpoints.headers import ONE_FILE, StoredTensor, shards_of, tensors_in
+from specbeam.models.heads.read import is_head
+from specbeam.models.huggingface import HuggingFaceLM, prepare_to_score
+from specbeam.models.loading.models import model_of
+from specbeam.models.loading.tokenizers import read_tokenizer
+from specbeam.models.stand_ins import MODULES, StandInModel, StandInTokenizer, whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LOG = logging.getLogger("specbeam.loading")
+_PACKAGES = ("numba", "safetensors", "tokenizers", "torch", "transformers")
+_INDEX = "model.safetensors.index.json"
+_TOKENIZER = "tokenizer.json"
+_DEPRECATED = ("torch_dtype", "use_return_dict")  # settings that transformers warns of when they are read
+_OLD_NAMES = {"lm_head.weight": "embed_out.weight"}  # of GPT-NeoX
+_PLAIN = (bool, int, float, str, type(None))
+# Texts on which the tokenizer of a folder is compared with transformers' before it has a stand-in.
+_TEXTS = (
+    "A dog is running.",
+    " two  spaces,\ttabs\n\nand lines ",
+    "Ein Hund läuft; don't we'll 12345 6.7%",
+    "café été e\u0301 ﬁ Ａ",
+    "狗在跑。日本語 한국어 العربية हिन्दी 🙂👩‍👩‍👧",
+    "def f(x):\n    return x ** 2  # <|endoftext|> </s> <s> [INST] <pad>",
+)
+
+
+class _Unfit(Exception):
+    """A model or tokenizer can have no stand-in, for the reason in the message."""
+
+
+def model_at_hand(
+    source: Any, dtype: "str | torch.dtype", device: torch.device, may_map: bool
+) -> "PreTrainedModel | StandInModel":
+    """Return the stand-in of a model in a folder that was loaded and checked before; otherwise what `model_of` returns.
+
+    The arguments and errors are those of `model_of`.
+    """
+    folder = _folder_of(source) if _is_usual(dtype, device, may_map) else None
+    found = None if folder is None else _described("model", folder)
+    if folder is None or found is None or "unfit" in found:
+        return model_of(source, dtype, device, may_map=may_map)
+    return _stand_in(found, folder, partial(_whole_model, source, dtype, device, may_map))
+
+
+def remember_model(source: Any, dtype: "str | torch.dtype", device: torch.device, may_map: bool, lm: Any) -> None:
+    """Describe the model of a folder for later loads, after `load` has checked its language model.
+
+    Args:
+        source, dtype, device, may_map: arguments of `model_at_hand`.
+        lm: the checked language model.
+    """
+    folder = _folder_of(source)
+    is_compiled = type(lm) is HuggingFaceLM and lm.engine == "compiled" and lm.shared is None
+    is_known = is_compiled and isinstance(lm.given_model, StandInModel)
+    if folder is None or not is_compiled or is_known or not _is_usual(dtype, device, may_map):
+        return
+    _describe("model", folder, partial(_fitting_model, lm.given_model, folder))
+
+
+def tokenizer_at_hand(source: Any) -> Any:
+    """Return the stand-in of a tokenizer in a folder that was loaded before; otherwise what `read_tokenizer` returns.
+
+    The arguments and errors are those of `read_tokenizer`.
+    """
+    folder = _folder_of(source)
+    if folder is None or not compiling.AVAILABLE:
+        return read_tokenizer(source)
+    load_whole = partial(read_tokenizer, source)
+    found = _described("tokenizer", folder)
+    if found is None:
+        tokenizer = load_whole()
+        if tokenizer is not None:
+            _describe("tokenizer", folder, partial(_fitting_tokenizer, tokenizer, folder))
+        return tokenizer
+    if "unfit" in found:
+        return load_whole()
+    return StandInTokenizer(found, _backend(found, folder), str(source), load_whole)
+
+
+def _whole_model(source: Any, dtype: "str | torch.dtype", device: torch.device, may_map: bool) -> "PreTrainedModel":
+    """Return the model object that a stand-in stood in for, prepared like one that `load` has used from the start."""
+    model = model_of(source, dtype, device, may_map=may_map)
+    prepare_to_score(model)
+    return model
+
+
+def _is_usual(dtype: "str | torch.dtype", device: torch.device, may_map: bool) -> bool:
+    """Return whether the compiled forward can run a model with these options of `load` and the type of its files."""
+    return compiling.AVAILABLE and dtype == "auto" and device.type == "cpu" and may_map
+
+
+def is_model_folder(source: Any) -> bool:
+    """Return whether a source of `load` is the folder of a model, and not of a draft head."""
+    return _folder_of(source) is not None and not is_head(source)
+
+
+def _folder_of(source: Any) -> Path | None:
+    """Return the folder of a model in transformers' format; None for anything else."""
+    if not isinstance(source, (str, Path)):
+        return None
+    path = Path(source).expanduser()
+    is_whole = (path / CONFIG).is_file() and not (path / ADAPTER).is_file()
+    return path if is_whole else None
+
+
+# Descriptions on disk.
+
+
+def _described(kind: str, folder: Path) -> dict[str, Any] | None:
+    """Return the description of a folder's model or tokenizer; None if there is none."""
+    place = cache_folder("folders")
+    if place is None:
+        return None
+    key = _key(kind, folder)
+    content = read_sealed(_file(place, kind, key), key)
+    if content is None:
+        return None
+    found: dict[str, Any] = json.loads(content)
+    return found
+
+
+def _describe(kind: str, folder: Path, made: Callable[[], dict[str, Any]]) -> None:
+    """Save what `made` returns as the description of a folder, or the reason why there is none."""
+    place = cache_folder("folders")
+    if place is None:
+        return
+    key = _key(kind, folder)
+    file = _file(place, kind, key)
+    if read_sealed(file, key) is not None:
+        return
+    try:
+        found = made()
+    except Exception as error:  # of any kind: transformers serves this folder in later loads, too
+        LOG.info("transformers loads %s each time: %s: %s", folder, type(error).__name__, error)
+        found = {"unfit": str(error)}
+    save_sealed(file, key, json.dumps(found).encode())
+    clean(place)
+
+
+def _file(place: Path, kind: str, key: str) -> Path:
+    return place / f"{kind}-{blake2b(key.encode(), digest_size=16).hexdigest()}.json"
+
+
+def _key(kind: str, folder: Path) -> str:
+    """Return a text that changes with the files of a folder, with the packages, and with specbeam's sources."""
+    files = []
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            status = path.stat()
+            files.append([path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino])
+    return json.dumps([kind, str(folder.resolve()), files, _versions()])
+
+
+@cache
+def _versions() -> list[Any]:
+    from specbeam.core.compiling.code_cache import compiled_by
+
+    packages = [version(name) for name in _PACKAGES]
+    return [*packages, *compiled_by(), source_key("models", "engines"), torch.backends.cpu.get_cpu_capability()]
+
+
+# Models.
+
+
+def _fitting_model(model: Any, folder: Path) -> dict[str, Any]:
+    """Return the description of a model whose stand-in has all that the compiled forward reads.
+
+    Raises an error of any kind otherwise.
+    """
+    described = describe_model(model, _stored(folder))
+    stand_in = _stand_in(described, folder, partial(whole, model))
+    try:
+        if why := difference(stand_in, model):
+            raise _Unfit(why)
+    finally:
+        mapped_files(model).release(model.parameters())
+    return described
+
+
+def _stand_in(described: Mapping[str, Any], folder: Path, load_whole: Callable[[], Any]) -> StandInModel:
+    """Return the stand-in of the model in a folder."""
+    model = StandInModel.of(described, str(folder), _Weights(folder, described["is_mapped"]), load_whole)
+    if described["is_mapped"]:
+        mark_mapped(model)
+    return model
+
+
+class _Weights:
+    """Reads the tensors of a folder: as float32, or as they are in the mapped files.
+
+    Args:
+        stays_mapped: whether the tensors stay in the files.
+    """
+
+    def __init__(self, folder: Path, stays_mapped: bool) -> None:
+        self.stored = _stored(folder)
+        self.stays_mapped = stays_mapped
+        self.files: dict[Path, Any] = {}
+
+    def __call__(self, name: str) -> Tensor:
+        """Return a tensor by its name in the files."""
+        from safetensors import safe_open
+
+        path = self.stored[name].path
+        if path not in self.files:
+            self.files[path] = safe_open(path, framework="pt")
+        found: Tensor = self.files[path].get_tensor(name)
+        return found if self.stays_mapped else found.float()
+
+
+def _stored(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in the safetensors of a folder."""
+    one = folder / ONE_FILE
+    files = [one] if one.is_file() else shards_of(str(folder), folder / _INDEX)
+    return tensors_in(files)
+
+
+def describe_model(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """Return the description from which `StandInModel.of` makes the stand-in of a model.
+
+    Args:
+        stored: the tensors of its files.
+
+    Raises `_Unfit` if the model has no stand-in.
+    """
+    config = model.config
+    family = family_of(model)
+    if family is None or config.get_text_config() is not config or matrices_of(model) or is_merged(model):
+        raise _Unfit("its family or its files need transformers")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") not in FIXED_ROPES:
+        raise _Unfit(f"its rope_type is {rope.get('rope_type')!r}")
+    names = _names_in_files(model, stored)
+    paths = {id(module): path for path, module in model.named_modules()}
+    return {
+        "class": type(model).__name__,
+        "config": {"settings": _settings_of(config), "stated": json.loads(json.dumps(config.to_dict()))},
+        "generation_config": _generation_of(model),
+        "paths": {
+            "base": paths[id(model.base_model)],
+            "input": paths[id(model.get_input_embeddings())],
+            "output": paths[id(model.get_output_embeddings())],
+        },
+        "modules": list(_parts_of(model, names)),
+        "is_mapped": is_mapped(model),
+    }
+
+
+def _names_in_files(model: Any, stored: Mapping[str, StoredTensor]) -> dict[int, str]:
+    """Return the name in the files of each weight, by its id; tied weights have one name."""
+    found: dict[int, str] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        bare = name.removeprefix(f"{model.base_model_prefix}.")
+        for own in (name, bare, _OLD_NAMES.get(name, name)):
+            if own in stored and stored[own].shape == tuple(weight.shape):
+                found.setdefault(id(weight), own)
+    return found
+
+
+def _parts_of(model: Any, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    """Yield the descriptions of all modules, parents first."""
+    for path, module in model.named_modules():
+        if not path:
+            continue
+        weights = {}
+        for name, one in module._parameters.items():
+            if one is not None and id(one) not in names:
+                raise _Unfit(f"its files hold {path}.{name} under another name or in parts")
+            weights[name] = None if one is None else names[id(one)]
+        part: dict[str, Any] = {"path": path, "weights": weights}
+        if "inv_freq" in module._buffers:
+            part |= {"frequencies": module.inv_freq.float().tolist(), "factor": float(module.attention_scaling)}
+        else:
+            kind = next((name for name, one in MODULES.items() if isinstance(module, one)), "")
+            numbers = {name: one.item() for name, one in module._buffers.items() if one is not None and one.dim() == 0}
+            part |= {"kind": kind, "settings": _plain_in(vars(module)), "numbers": numbers}
+        yield part
+
+
+def _plain_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are numbers, texts or flags, without private ones."""
+    return {name: value for name, value in values.items() if not name.startswith("_") and isinstance(value, _PLAIN)}
+
+
+def _settings_of(config: Any) -> dict[str, Any]:
+    """Return all settings of a configuration that JSON can hold, defaults and computed ones included."""
+    found = {"_attn_implementation": config._attn_implementation}
+    for name in (*dir(config), *config.attribute_map):
+        if name.startswith("_") or name in _DEPRECATED or not hasattr(config, name):
+            continue
+        value = getattr(config, name)
+        if not callable(value) and _survives(value):
+            found[name] = value
+    return found
+
+
+def _generation_of(model: Any) -> dict[str, Any] | None:
+    """Return the fields of a model's generation config, and those of an empty one."""
+    from transformers import GenerationConfig
+
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return None
+    each = {"settings": vars(config), "empty": vars(GenerationConfig())}
+    public = {
+        part: {name: value for name, value in fields.items() if not name.startswith("_")}
+        for part, fields in each.items()
+    }
+    return _as_read(public)
+
+
+def _survives(value: Any) -> bool:
+    """Return whether a value is the same after it was written and read as JSON."""
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _as_read(value: Any) -> Any:
+    """Return a value as JSON reads it. Raises `_Unfit` if it is another one."""
+    if not _survives(value):
+        raise _Unfit("its configuration holds values that JSON cannot keep")
+    return json.loads(json.dumps(value))
+
+
+def difference(stand_in: Any, model: Any) -> str:
+    """Return the first difference between a stand-in and its model in what the compiled forward reads; "" for none."""
+    if model_key(stand_in) != model_key(model) or weights_key(stand_in) != weights_key(model):
+        return "its configuration or its weights differ"
+    with as_loaded(model):
+        of = architecture_of(model)
+    with as_loaded(stand_in):
+        ours = architecture_of(stand_in)
+    for name, value in vars(of).items():
+        if name != "biases" and vars(ours)[name] != value:
+            return f"{name} is {vars(ours)[name]}, and must be {value}"
+    numbers = zip(_numbers_of(stand_in, ours), _numbers_of(model, of), strict=True)
+    if not all(found.dtype == wanted.dtype and torch.equal(found, wanted) for found, wanted in numbers):
+        return "a part of its weights differs"
+    return ""
+
+
+def _numbers_of(model: Any, of: Architecture) -> Iterator[Tensor]:
+    """Yield all numbers of a model that the compiled forward reads."""
+    family = of.family
+    body = body_of(model, family)
+    embedding = embedding_of(model, family)
+    yield torch.tensor([own_scale(embedding), unplaced_in(body, family), model.num_parameters()], dtype=torch.float64)
+    yield from of.biases
+    yield from (embedding.weight, head_of(model), places_of(body, of), bias_of_tokens(model, None))
+    yield from (norm_at(body, path, family) for path in (family.first_norm, family.final_norm))
+    yield from (one for name in (family.enter, family.leave) if (one := matrix_at(model, name, family)) is not None)
+    yield from angle_tables(model, of, 0)
+    for layer in layers_in(model, family):
+        yield from _tensors_in(parts_of(layer, of))
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples and lists."""
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for one in value:
+            yield from _tensors_in(one)
+
+
+# Tokenizers.
+
+
+def _fitting_tokenizer(tokenizer: Any, folder: Path) -> dict[str, Any]:
+    """Return the description of a tokenizer whose stand-in encodes and decodes like it.
+
+    Raises an error of any kind otherwise.
+    """
+    described = describe_tokenizer(tokenizer)
+    written = tokenizer.backend_tokenizer.to_str()
+    from tokenizers import Tokenizer
+
+    file = folder / _TOKENIZER
+    if not file.is_file() or _unpadded(Tokenizer.from_file(str(file))).to_str() != written:
+        described["backend"] = written  # transformers has changed it
+    stand_in = StandInTokenizer(described, _backend(described, folder), str(folder), partial(whole, tokenizer))
+    if why := difference_of_tokens(stand_in, tokenizer):
+        raise _Unfit(why)
+    return described
+
+
+def _backend(described: Mapping[str, Any], folder: Path) -> Any:
+    """Return the tokenizer of the `tokenizers` library in a folder, as transformers has made it."""
+    from tokenizers import Tokenizer
+
+    if (written := described.get("backend")) is not None:
+        return _unpadded(Tokenizer.from_str(written))
+    return _unpadded(Tokenizer.from_file(str(folder / _TOKENIZER)))
+
+
+def _unpadded(backend: Any) -> Any:
+    """Let a tokenizer neither pad nor truncate, like transformers without options for it."""
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """Return the description from which `StandInTokenizer` makes the stand-in of a tokenizer.
+
+    Raises `_Unfit` if the tokenizer does more than its backend.
+    """
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    kind = type(tokenizer)
+    for method in ("__call__", "__len__", "_decode", "_encode_plus", "decode", "get_vocab"):
+        if getattr(kind, method) is not getattr(TokenizersBackend, method, None):
+            raise _Unfit(f"{kind.__name__} has a {method} of its own")
+    if tokenizer.clean_up_tokenization_spaces or tokenizer.split_special_tokens:
+        raise _Unfit("it cleans up spaces or splits special tokens")
+    _unpadded(tokenizer.backend_tokenizer)
+    named = ("all_special_ids", "all_special_tokens", "chat_template", "model_max_length")
+    tokens = ("bos_token", "eos_token", "pad_token", "unk_token")
+    settings = {name: getattr(tokenizer, name, None) for name in (*named, *tokens, *(f"{one}_id" for one in tokens))}
+    return {"settings": _as_read(settings)}
+
+
+def difference_of_tokens(stand_in: StandInTokenizer, tokenizer: Any) -> str:
+    """Return the first difference between a tokenizer and its stand-in on some texts; "" for none."""
+    if len(stand_in) != len(tokenizer) or stand_in.get_vocab() != tokenizer.get_vocab():
+        return "the tokens differ"
+    special = "".join(tokenizer.all_special_tokens)
+    for text in (*_TEXTS, special, f" {special} a"):
+        for adds in (True, False):
+            tokens = tokenizer(text, add_special_tokens=adds)["input_ids"]
+            if stand_in(text, add_special_tokens=adds)["input_ids"] != tokens:
+                return f"the tokens of {text!r} differ"
+            for skips in (True, False):
+                if stand_in.decode(tokens, skip_special_tokens=skips) != tokenizer.decode(
+                    tokens, skip_special_tokens=skips
+                ):
+                    return f"the text of the tokens of {text!r} differs"
+    return ""

@@ -1,0 +1,233 @@
+"""Folders that were loaded before are loaded without transformers, and their texts stay the same."""
+
+import random
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import specbeam as sb
+from specbeam.core import compiling
+
+if not compiling.AVAILABLE:
+    pytest.skip("needs numba", allow_module_level=True)
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from specbeam.errors import BadCheckpoint
+from specbeam.models.loading import known_folders
+from specbeam.models.pair import BUNDLED
+from specbeam.models.stand_ins import StandInModel, StandInTokenizer
+from tests.support.tiny_models import FAMILIES, tiny
+from tests.support.tokenizer_kinds import KINDS, tokenizer_of
+
+PROMPT = [5, 6, 7]
+# Neither these nor what they import is needed for a text from a folder that was loaded before.
+UNNEEDED = ("transformers", "accelerate", "httpcore2", "huggingface_hub", "PIL", "sympy", "triton")
+LETTERS = (
+    "abc XYZ.,;'\"-_0123456789 \t\n",
+    "äöüßéèñçøÅ ﬁﬂ½²",
+    "жзийклмнопрстуф АБВ",
+    "αβγδε ΩΣ",
+    "שלום עולם مرحبا بالعالم",
+    "你好世界狗在跑。日本語かな한국어",
+    "हिन्दी தமிழ் ไทย",
+    "e\u0301a\u0308\u200b\u200d\ufeff\xa0\u3000",
+    "🙂😀👩‍👩‍👧🇩🇪\U0001f3f3",
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a tiny Llama."""
+    tiny("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def held_by(pair, name="target_model"):
+    return vars(pair)[name]
+
+
+def text_of(pair, **options):
+    return sb.generate(pair, PROMPT, seed=3, max_new_tokens=12, **options)[0].tokens
+
+
+def loaded_twice(folder, **options):
+    """Return the pairs of a first and a second load."""
+    return [sb.load(folder, tokenizer=False, **options) for _ in range(2)]
+
+
+def test_a_text_from_a_folder_that_was_loaded_before_needs_no_transformers():
+    sb.load("bundled")
+    code = (
+        "import sys, specbeam as sb\n"
+        "pair = sb.load('bundled')\n"
+        "text = sb.generate(pair, 'Ein Hund', seed=1, max_new_tokens=4)[0].text\n"
+        f"print(text == ''.join(sb.stream(pair, 'Ein Hund', seed=1, max_new_tokens=4)), "
+        f"*[name for name in {UNNEEDED} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"]
+
+
+def test_the_command_line_writes_a_text_without_transformers():
+    sb.load("bundled")
+    code = (
+        "import sys\n"
+        "from specbeam.doors.cli.main import main\n"
+        "sys.argv = ['specbeam', 'generate', 'Ein Hund', '--max-new-tokens', '2']\n"
+        "try:\n    main()\n"
+        "finally:\n"
+        f"    print(*[name for name in {UNNEEDED} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.split() == []
+
+
+# transformers loads these each time: they have several tables of angles, experts that it joins, or no compiled forward.
+OTHERS = ("gemma3", "mixtral", "qwen3_moe", "olmoe", "phi")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_of_a_second_load_are_those_of_the_first(family, tmp_path):
+    tiny(family).save_pretrained(tmp_path)
+    first, second = loaded_twice(tmp_path)
+    assert isinstance(held_by(first), PreTrainedModel)
+    assert isinstance(held_by(second), StandInModel) == (family not in OTHERS)
+    assert text_of(second) == text_of(first)
+    assert repr(second) == repr(first)
+
+
+def test_weights_in_mapped_files_have_a_stand_in(tmp_path, monkeypatch):
+    monkeypatch.setattr("specbeam.engines.mapped.LARGEST_WIDENED", 0)
+    tiny("llama").bfloat16().save_pretrained(tmp_path)
+    first, second = loaded_twice(tmp_path)
+    assert held_by(second).dtype == torch.bfloat16
+    assert text_of(second) == text_of(first)
+
+
+def test_a_draft_has_a_stand_in(folder, tmp_path):
+    tiny("llama", seed=1).save_pretrained(tmp_path / "draft")
+    first, second = loaded_twice(folder, draft=tmp_path / "draft")
+    assert isinstance(held_by(second, "draft_model"), StandInModel)
+    assert text_of(second, method="dsbd") == text_of(first, method="dsbd")
+
+
+def test_the_objects_of_a_pair_are_those_of_transformers():
+    sb.load("bundled")
+    pair = sb.load("bundled")
+    assert isinstance(held_by(pair), StandInModel)
+    assert isinstance(pair.target_model, PreTrainedModel)
+    assert pair.target_model is pair.target_model is pair.target.model
+    assert isinstance(pair.draft_model, PreTrainedModel)
+    assert isinstance(pair.tokenizer, PreTrainedTokenizerBase)
+    assert pair.tokenizer is pair.tokenizer
+
+
+def test_changes_of_the_objects_count_from_then_on(folder):
+    _, pair = loaded_twice(folder)
+    before = text_of(pair)
+    pair.target_model.generation_config.eos_token_id = before[3]
+    assert text_of(pair) == before[: before.index(before[3]) + 1]
+
+
+def test_a_changed_file_is_read_again(folder):
+    loaded_twice(folder)
+    GenerationConfig(eos_token_id=9).save_pretrained(folder)
+    assert sb.load(folder, tokenizer=False).eos == (9,)
+    tiny("llama", seed=4).save_pretrained(folder)
+    changed = sb.load(folder, tokenizer=False)
+    assert isinstance(held_by(changed), PreTrainedModel)
+    assert torch.equal(changed.target_model.lm_head.weight, tiny("llama", seed=4).lm_head.weight)
+
+
+def test_a_broken_file_is_reported_after_a_good_load(folder):
+    loaded_twice(folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors"):
+        sb.load(folder, tokenizer=False)
+
+
+def test_an_unchecked_load_is_not_remembered(folder):
+    sb.load(folder, tokenizer=False, check=False)
+    assert isinstance(held_by(sb.load(folder, tokenizer=False)), PreTrainedModel)
+
+
+def test_other_options_load_the_model_with_transformers(folder):
+    loaded_twice(folder)
+    for options in ({"quantize": "int8"}, {"engine": "plain"}, {"dtype": "float32"}, {"kv": "bfloat16"}):
+        assert isinstance(held_by(sb.load(folder, tokenizer=False, **options)), PreTrainedModel), options
+
+
+def test_a_stand_in_whose_numbers_differ_is_noticed(folder):
+    first, second = loaded_twice(folder)
+    stand_in = held_by(second)
+    assert known_folders.difference(stand_in, first.target_model) == ""
+    norm = stand_in.get_submodule("model.layers.1.input_layernorm").weight
+    norm.data[30] += 1e-6
+    assert known_folders.difference(stand_in, first.target_model)
+
+
+def random_texts(count, seed=0):
+    """Return texts of mixed scripts, some with special tokens in them."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        parts = ["".join(rng.choices(rng.choice(LETTERS), k=rng.randrange(1, 12))) for _ in range(rng.randrange(1, 6))]
+        parts.insert(rng.randrange(len(parts) + 1), rng.choice(["", "", "<s>", "</s>", "<pad>", " <tool>", "<|x|> "]))
+        yield rng.choice(["", " "]).join(parts)
+
+
+def check_is_like(stand_in, tokenizer, count):
+    rng = np.random.default_rng(0)
+    for text in random_texts(count):
+        for adds in (True, False):
+            tokens = tokenizer(text, add_special_tokens=adds)["input_ids"]
+            assert stand_in(text, add_special_tokens=adds)["input_ids"] == tokens
+        noise = rng.integers(0, len(tokenizer), 9).tolist()
+        for ids in (tokens, noise):
+            for skips in (True, False):
+                assert stand_in.decode(ids, skip_special_tokens=skips) == tokenizer.decode(
+                    ids, skip_special_tokens=skips
+                )
+    assert stand_in.get_vocab() == tokenizer.get_vocab()
+    assert len(stand_in) == len(tokenizer)
+    for name in ("all_special_ids", "eos_token_id", "unk_token_id", "added_tokens_decoder", "chat_template"):
+        assert getattr(stand_in, name) == getattr(tokenizer, name), name
+
+
+def test_the_stand_in_of_the_bundled_tokenizer_encodes_and_decodes_the_same():
+    sb.load("bundled")
+    stand_in = held_by(sb.load("bundled"), "tokenizer")
+    assert isinstance(stand_in, StandInTokenizer)
+    check_is_like(stand_in, AutoTokenizer.from_pretrained(BUNDLED / "target"), 2000)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_has_a_stand_in_only_if_they_agree(kind, tmp_path):
+    shutil.copy(BUNDLED / "target" / "config.json", tmp_path)
+    try:
+        tokenizer_of(kind).save_pretrained(tmp_path)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    except Exception:  # transformers cannot write or read all of these kinds
+        pytest.skip("transformers does not read this kind from files")
+    known_folders.tokenizer_at_hand(tmp_path)
+    found = known_folders.tokenizer_at_hand(tmp_path)
+    if isinstance(found, StandInTokenizer):
+        check_is_like(found, tokenizer, 100)
+    else:
+        assert tokenizer.clean_up_tokenization_spaces or not tokenizer.is_fast
+
+
+def test_chats_are_written_by_the_tokenizer_of_transformers(tmp_path):
+    shutil.copytree(BUNDLED / "target", tmp_path / "model")
+    template = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    pairs = [sb.load(tmp_path / "model") for _ in range(2)]
+    assert isinstance(held_by(pairs[1], "tokenizer"), StandInTokenizer)
+    chat = [{"role": "user", "content": "Ein Hund"}]
+    texts = [sb.generate(pair, chat, seed=1, max_new_tokens=6)[0].text for pair in pairs]
+    assert texts[0] == texts[1]
