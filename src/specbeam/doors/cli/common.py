@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbeam.core.garbage import rarely_collected
 from specbeam.doors import plain
 from specbeam.doors.method_names import settings_in
 from specbeam.doors.options.table import checked_values
@@ -30,7 +31,7 @@ def quiet_load(model: str, draft: str | None, *, sources: bool = False, **option
     """
     from specbeam.doors.cli.screen import working
 
-    with working(f"loading {model}"):
+    with working(f"loading {model}"), rarely_collected():
         from specbeam.doors.sources import require_prompts
         from specbeam.doors.with_memory import load_by_name
 
@@ -56,7 +57,8 @@ def silence_transformers() -> None:
 def method_from(name: str, settings: Sequence[str]) -> "Method":
     """Return a method by name, with settings as NAME=VALUE; see `method_text.method_from`."""
     settings_in(name, settings)  # before torch is imported
-    from specbeam.doors.method_text import method_from as made
+    with rarely_collected():
+        from specbeam.doors.method_text import method_from as made
 
     return made(name, settings)
 
