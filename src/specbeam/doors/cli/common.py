@@ -1,6 +1,7 @@
 """Functions shared by commands: methods from text, loading without progress bars, output as JSON."""
 
 import dataclasses
+import gc
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,9 +58,12 @@ def silence_transformers() -> None:
 def method_from(name: str, settings: Sequence[str]) -> "Method":
     """Return a method by name, with settings as NAME=VALUE; see `method_text.method_from`."""
     settings_in(name, settings)  # before torch is imported
+    is_first = "specbeam.doors.method_text" not in sys.modules
     with rarely_collected():
         from specbeam.doors.method_text import method_from as made
 
+        if is_first:  # what was imported lives as long as the process, and no collection need look at it
+            gc.freeze()
     return made(name, settings)
 
 
