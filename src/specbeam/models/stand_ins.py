@@ -7,12 +7,14 @@ model object itself, such as `Pair.target_model`.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+_LOCK = RLock()
 MODULES = {one.__name__: one for one in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList)}
 
 
@@ -33,8 +35,9 @@ class StandIn:
 
     def whole(self) -> Any:
         """Return the object of transformers, which is loaded once."""
-        if self._whole is None:
-            object.__setattr__(self, "_whole", self.load_whole())
+        with _LOCK:
+            if self._whole is None:
+                object.__setattr__(self, "_whole", self.load_whole())
         return self._whole
 
 

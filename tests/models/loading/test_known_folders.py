@@ -116,6 +116,16 @@ def test_a_draft_has_a_stand_in(folder, tmp_path):
     assert text_of(second, method="dsbd") == text_of(first, method="dsbd")
 
 
+def test_the_tokens_of_a_draft_are_compared_by_stand_ins(tmp_path, monkeypatch):
+    shutil.copytree(BUNDLED / "target", tmp_path / "draft")
+    for _ in range(2):
+        first = sb.load(BUNDLED / "target", draft=tmp_path / "draft")
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)
+    second = sb.load(BUNDLED / "target", draft=tmp_path / "draft")
+    assert second.draft.shared is first.draft.shared is None
+    assert text_of(second) == text_of(first)
+
+
 def test_the_objects_of_a_pair_are_those_of_transformers():
     sb.load("bundled")
     pair = sb.load("bundled")

@@ -15,6 +15,7 @@ from specbeam.core.errors import SpecbeamError, VocabularyMismatch
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.models.huggingface import vocab_of
+from specbeam.models.loading.known_folders import tokenizer_at_hand
 from specbeam.models.loading.language_models import OnModel
 from specbeam.models.loading.tokenizers import has_tokenizer_files, read_tokenizer
 
@@ -136,7 +137,7 @@ def _tokenizer_of(model: "PreTrainedModel", source: Any) -> Any:
     if not name or not has_tokenizer_files(name, fetch=not is_object):
         return None
     try:
-        found = read_tokenizer(name, fetch=not is_object)
+        found = read_tokenizer(name, fetch=False) if is_object else tokenizer_at_hand(name)
     except SpecbeamError:
         if is_object:  # the folder that it came from may have changed since
             return None
