@@ -366,6 +366,6 @@ def load(
             "compile=True is for models that transformers runs, and specbeam's own forward runs these models; leave it out"
         )
     if is_usual and check:
-        remember_model(target, dtype, torch_device, engine in MAPPING, target_lm)
-        remember_model(given.model, dtype, torch_device, engine in MAPPING, draft_lm)
+        remember_model(target, target_lm)
+        remember_model(given.model, draft_lm)
     return Pair(target_model, draft_model, own_tokenizer, target_lm, draft_lm)

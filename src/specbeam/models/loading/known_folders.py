@@ -8,6 +8,7 @@ specbeam only.
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from hashlib import blake2b
@@ -61,6 +62,8 @@ _INDEX = "model.safetensors.index.json"
 _TOKENIZER = "tokenizer.json"
 _DEPRECATED = ("torch_dtype", "use_return_dict")  # settings that transformers warns of when they are read
 _OLD_NAMES = {"lm_head.weight": "embed_out.weight"}  # of GPT-NeoX
+_TOGETHER = 1 << 22  # number of weights that are compared at a time, so that few pages of mapped files are in memory
+_KEY = "_specbeam_folder"  # attribute of a model object: the key of its folder before it was read
 _PLAIN = (bool, int, float, str, type(None))
 # Texts on which the tokenizer of a folder is compared with transformers' before it has a stand-in.
 _TEXTS = (
@@ -85,25 +88,29 @@ def model_at_hand(
     The arguments and errors are those of `model_of`.
     """
     folder = _folder_of(source) if _is_usual(dtype, device, may_map) else None
-    found = None if folder is None else _described("model", folder)
-    if folder is None or found is None or "unfit" in found:
+    if folder is None:
         return model_of(source, dtype, device, may_map=may_map)
-    return _stand_in(found, folder, partial(_whole_model, source, dtype, device, may_map))
+    key = _key("model", folder)
+    found = _described(key)
+    if found is not None and "unfit" not in found:
+        return _stand_in(found, folder, partial(_whole_model, source, dtype, device, may_map))
+    model = model_of(source, dtype, device, may_map=may_map)
+    object.__setattr__(model, _KEY, key)
+    return model
 
 
-def remember_model(source: Any, dtype: "str | torch.dtype", device: torch.device, may_map: bool, lm: Any) -> None:
+def remember_model(source: Any, lm: Any) -> None:
     """Describe the model of a folder for later loads, after `load` has checked its language model.
 
     Args:
-        source, dtype, device, may_map: arguments of `model_at_hand`.
+        source: as given to `model_at_hand`.
         lm: the checked language model.
     """
-    folder = _folder_of(source)
     is_compiled = type(lm) is HuggingFaceLM and lm.engine == "compiled" and lm.shared is None
-    is_known = is_compiled and isinstance(lm.given_model, StandInModel)
-    if folder is None or not is_compiled or is_known or not _is_usual(dtype, device, may_map):
-        return
-    _describe("model", folder, partial(_fitting_model, lm.given_model, folder))
+    folder = _folder_of(source)
+    key = vars(lm.given_model).get(_KEY) if is_compiled else None
+    if folder is not None and key is not None and key == _key("model", folder):  # nobody has changed it meanwhile
+        _describe(key, partial(_fitting_model, lm.given_model, folder))
 
 
 def tokenizer_at_hand(source: Any) -> Any:
@@ -115,15 +122,14 @@ def tokenizer_at_hand(source: Any) -> Any:
     if folder is None or not compiling.AVAILABLE:
         return read_tokenizer(source)
     load_whole = partial(read_tokenizer, source)
-    found = _described("tokenizer", folder)
-    if found is None:
-        tokenizer = load_whole()
-        if tokenizer is not None:
-            _describe("tokenizer", folder, partial(_fitting_tokenizer, tokenizer, folder))
-        return tokenizer
-    if "unfit" in found:
-        return load_whole()
-    return StandInTokenizer(found, _backend(found, folder), str(source), load_whole)
+    key = _key("tokenizer", folder)
+    found = _described(key)
+    if found is not None and "unfit" not in found:
+        return StandInTokenizer(found, _backend(found, folder), str(source), load_whole)
+    tokenizer = load_whole()
+    if tokenizer is not None and key == _key("tokenizer", folder):
+        _describe(key, partial(_fitting_tokenizer, tokenizer, folder))
+    return tokenizer
 
 
 def _whole_model(source: Any, dtype: "str | torch.dtype", device: torch.device, may_map: bool) -> "PreTrainedModel":
@@ -155,39 +161,34 @@ def _folder_of(source: Any) -> Path | None:
 # Descriptions on disk.
 
 
-def _described(kind: str, folder: Path) -> dict[str, Any] | None:
-    """Return the description of a folder's model or tokenizer; None if there is none."""
+def _described(key: str) -> dict[str, Any] | None:
+    """Return the description of a folder's model or tokenizer by its key; None if there is none."""
     place = cache_folder("folders")
     if place is None:
         return None
-    key = _key(kind, folder)
-    content = read_sealed(_file(place, kind, key), key)
+    content = read_sealed(_file(place, key), key)
     if content is None:
         return None
     found: dict[str, Any] = json.loads(content)
     return found
 
 
-def _describe(kind: str, folder: Path, made: Callable[[], dict[str, Any]]) -> None:
+def _describe(key: str, made: Callable[[], dict[str, Any]]) -> None:
     """Save what `made` returns as the description of a folder, or the reason why there is none."""
     place = cache_folder("folders")
-    if place is None:
-        return
-    key = _key(kind, folder)
-    file = _file(place, kind, key)
-    if read_sealed(file, key) is not None:
+    if place is None or _described(key) is not None:
         return
     try:
         found = made()
     except Exception as error:  # of any kind: transformers serves this folder in later loads, too
-        LOG.info("transformers loads %s each time: %s: %s", folder, type(error).__name__, error)
+        LOG.info("transformers loads this folder each time: %s: %s", type(error).__name__, error)
         found = {"unfit": str(error)}
-    save_sealed(file, key, json.dumps(found).encode())
+    save_sealed(_file(place, key), key, json.dumps(found).encode())
     clean(place)
 
 
-def _file(place: Path, kind: str, key: str) -> Path:
-    return place / f"{kind}-{blake2b(key.encode(), digest_size=16).hexdigest()}.json"
+def _file(place: Path, key: str) -> Path:
+    return place / f"{blake2b(key.encode(), digest_size=16).hexdigest()}.json"
 
 
 def _key(kind: str, folder: Path) -> str:
@@ -218,11 +219,8 @@ def _fitting_model(model: Any, folder: Path) -> dict[str, Any]:
     """
     described = describe_model(model, _stored(folder))
     stand_in = _stand_in(described, folder, partial(whole, model))
-    try:
-        if why := difference(stand_in, model):
-            raise _Unfit(why)
-    finally:
-        mapped_files(model).release(model.parameters())
+    if why := difference(stand_in, model):
+        raise _Unfit(why)
     return described
 
 
@@ -384,9 +382,16 @@ def difference(stand_in: Any, model: Any) -> str:
     for name, value in vars(of).items():
         if name != "biases" and vars(ours)[name] != value:
             return f"{name} is {vars(ours)[name]}, and must be {value}"
-    numbers = zip(_numbers_of(stand_in, ours), _numbers_of(model, of), strict=True)
-    if not all(found.dtype == wanted.dtype and torch.equal(found, wanted) for found, wanted in numbers):
-        return "a part of its weights differs"
+    files = mapped_files(stand_in), mapped_files(model)
+    for found, wanted in zip(_numbers_of(stand_in, ours), _numbers_of(model, of), strict=True):
+        if found.dtype != wanted.dtype or found.shape != wanted.shape:
+            return "the shape of a weight differs"
+        rows = max(_TOGETHER // max(math.prod(wanted.shape[1:]), 1), 1)
+        for part, other in zip(found.split(rows), wanted.split(rows), strict=True):
+            if not torch.equal(part, other):
+                return "a weight differs"
+            files[0].release([part])
+            files[1].release([other])
     return ""
 
 
