@@ -7,6 +7,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.core.control.confidence import SureDraft
+from specbeam.core.control.cost import CostCurve
 from specbeam.core.control.depth import DepthByCost
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.size import SizeByLatency
@@ -30,7 +31,7 @@ from tests.support import words
 from tests.support.checking import refused
 from tests.support.exact import distance, exact_law
 from tests.support.examples import PAIRS, completed
-from tests.support.programs import outcome_of, random_table, run, session_of
+from tests.support.programs import outcome_of, random_table, run, session_of, texts
 
 RULES = ("path", "traversal", "match")
 CONTROLLERS = ("fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost", "latency")
@@ -208,7 +209,8 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("rule", ["path", "traversal"])
 @pytest.mark.parametrize(
-    "controller", ["confidence", "tracked", "thompson", "calibrated", "survival", "cost", "beta_ts", "calibration_ts"]
+    "controller",
+    ["auto", "confidence", "tracked", "thompson", "calibrated", "survival", "cost", "beta_ts", "calibration_ts"],
 )
 def test_no_controller_changes_the_law_of_a_whole_text(name, rule, controller):
     """Plans are made, drafts are stopped between layers, and what was learnt in a turn counts in the next ones."""
@@ -216,6 +218,25 @@ def test_no_controller_changes_the_law_of_a_whole_text(name, rule, controller):
     method = SMALL[name](rule, controller)
     assert distance(whole_text_law(method, target, draft, 3), completed(target, (), 3)) < 1e-12
     assert distance(whole_text_law(method, target, draft, 3, (1,)), completed(target, (), 3, (1,))) < 1e-12
+
+
+@pytest.mark.parametrize("rule", ["path", "traversal"])
+def test_drafts_that_are_left_out_and_tried_again_have_the_law_of_whole_texts(rule, monkeypatch):
+    """Dear drafts: some texts draft nothing after a failure, and one layer again a turn later."""
+    monkeypatch.setattr("specbeam.core.control.depth.FIRST_WAIT", 1.0)
+    target, draft = random_table(3, 2), random_table(8, 2)
+    dear = DepthByCost(CostCurve((1, 8), (1.0, 1.2)), CostCurve((1,), (0.5,)), 1, (1,), 2, alone=True)
+    method = sb.speculative_sampling(2, rule, dear)
+    depths = set()
+
+    def program(dice):
+        session = session_of(method, TableLM(draft), dice, 5)
+        depths.add(tuple(turn.shape.depth for turn in run(session, TableLM(target))))
+        return texts(session)[1]
+
+    found = {text: odds for (text,), odds in exact_law(program).items()}
+    assert any(0 in turns and turns[turns.index(0) :].count(1) for turns in depths)
+    assert distance(found, completed(target, (), 5)) < 1e-12
 
 
 @pytest.mark.parametrize("threshold", [0.45, 0.55])

@@ -10,6 +10,7 @@ from scipy import stats
 
 import specbeam as sb
 from specbeam.core.control.cost import CostCurve
+from specbeam.core.control.depth import DepthByCost
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.needs import NodesByNeed
 from specbeam.core.control.width import FixedWidth, NucleusWidth, SureWidth
@@ -46,6 +47,22 @@ def test_fixed_width_has_the_law_of_beam_sampling(depth, draft_beams, steps, voc
     found = exact_law(outcome_of(method, target, draft, steps, eos, replacement))
     expected = beam_sampling_law(target, 2, steps, replacement, eos)
     assert distance(found, expected) < CLOSE
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_beams_whose_drafts_are_left_out_after_a_failure_have_the_law_of_beam_sampling(replacement):
+    target, draft = random_table(1, 2), random_table(2, 2)
+    dear = DepthByCost(CostCurve((1, 8), (1.0, 1.2)), CostCurve((1,), (0.45,)), 2, (2,), 1, alone=True)
+    method = sb.dsbd(2, 2, coupling="rejection", replacement=replacement, controller=dear)
+    depths = set()
+
+    def program(dice):
+        session = session_of(method, TableLM(draft), dice, 3)
+        depths.add(tuple(turn.shape.depth for turn in run(session, TableLM(target))))
+        return texts(session, replacement)
+
+    assert distance(exact_law(program), beam_sampling_law(target, 2, 3, replacement)) < CLOSE
+    assert {turns[:2] for turns in depths} >= {(1, 0)}
 
 
 @pytest.mark.slow

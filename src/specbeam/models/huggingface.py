@@ -32,7 +32,7 @@ from specbeam.engines.families import family_of, head_of, kv_heads_of, positions
 from specbeam.engines.kv.cross import ReadsSources
 from specbeam.engines.kv.prefix import Beginning, KnownPrompts
 from specbeam.engines.kv.steps import BLOCK
-from specbeam.engines.packed import weights_in
+from specbeam.engines.packed import matrices_of, weights_in
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.models.engines import COMPILED, OWN, choose_engine
@@ -50,6 +50,7 @@ MOST_ROWS_IN_STEPS = 512  # pending tokens and new nodes of one session in a pas
 COPIED_TOGETHER = 8  # cached chunks of a prompt that are copied at once
 SHARE_FROM = 64  # minimum number of common tokens for which sessions share a prefix
 MOST_TOGETHER = 16  # sessions that share a prefix; the attention of each runs over the slots of all of them
+BITS_OF_ROUNDED = {"int4": 4, "int8": 8, "fp8": 8}  # bits of a weight, by engine
 
 
 @dataclass
@@ -523,12 +524,12 @@ class HuggingFaceLM:
 
     @property
     def bytes_read(self) -> int:
-        """The approximate number of bytes of weights that a pass reads: the engine's own matrices if it has any."""
-        decoder = getattr(self.runner, "decoder", None)
-        of_engine: int | None = getattr(decoder, "bytes_read", None)
-        if of_engine is not None:
-            return of_engine
-        return sum(weight.numel() * weight.element_size() for weight in self.known.parameters())
+        """The assumed number of bytes of weights that a pass reads: two for each weight, fewer if weights are rounded.
+
+        It is the same in every engine, also in one that widens weights.
+        """
+        bits = 4 if matrices_of(self.known) else BITS_OF_ROUNDED.get(self.engine, 16)
+        return self.weights * bits // 8
 
     @property
     def is_compiled(self) -> bool:

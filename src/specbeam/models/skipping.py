@@ -276,6 +276,11 @@ class SkippingLM(OnTargetsCache):
         """The number of the target's parameters."""
         return self.lm.weights
 
+    @property
+    def bytes_read(self) -> int:
+        """See `HuggingFaceLM.bytes_read`: half of the target's, whichever sublayers are skipped."""
+        return self.lm.bytes_read // 2
+
     def is_settled(self, session: CacheOwner) -> bool:
         """Return whether a session's sublayers are final, so that no turn must return to Python to choose them."""
         if self.settings.skip == "clasp":

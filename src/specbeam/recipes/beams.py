@@ -12,7 +12,7 @@ from specbeam.core.lm import LM
 from specbeam.core.session import Controller, Drafter, Parts, Rule
 from specbeam.core.verify.beams import BeamRule
 from specbeam.core.verify.search import SearchRule
-from specbeam.recipes.depth import Depth, check_depth, depth_control
+from specbeam.recipes.depth import Depth, check_depth, depth_by_sizes, depth_control
 from specbeam.recipes.method import Build, Method, recipe, refuse_ignored, require_at_least_one, require_probability
 from specbeam.recipes.search import build_of_search, checked_draft_beams
 
@@ -21,6 +21,7 @@ Semantics = Literal["paper", "hf"]
 WidthBy = Literal["dynamic", "fixed", "auto"]
 PlainWidthBy = Literal["fixed", "auto"]
 MASS = 0.9  # default of `mass`
+MOST_BY_SIZES = 4  # largest depth where beams depend on it, unless one is given
 HF_LAW = "exact: transformers' beam sampling"
 
 
@@ -165,7 +166,8 @@ def dsbd(
         depth: number of draft layers per pass of the target. "auto": maximises the expected gain per second on this
             machine, by the measured cost of a pass (`specbeam tune`) and by how often layers pass or drafts are needed
             (docs/methods/dsbd.md). None: "auto" if beams do not depend on the depth (width "fixed" or "auto" with shared
-            noise, without `collapse`); otherwise 4, so that a seed gives the same text on every machine.
+            noise, without `collapse`); otherwise up to 4, as many as pay by the acceptance in this text and by the sizes of
+            passes, so that a seed gives the same text at any load; with `collapse` 4.
         width: number of beams that the target draws in a layer. "fixed": always `beams`. "dynamic": the largest number that
             is accepted in full with a probability of at least `threshold`, as in the paper. "auto": the smallest number of
             most probable pairs that hold `mass` of the target's joint law, so few where this law is concentrated. With
@@ -189,8 +191,10 @@ def dsbd(
     require_at_least_one(beams=beams, min_beams=1 if min_beams is None else min_beams)
     given_draft_beams = draft_beams
     draft_beams = checked_draft_beams(beams, draft_beams)
+    by_sizes = depth is None and (width == "dynamic" or coupling == "rejection") and not collapse
+    given_depth = depth
     if depth is None:
-        depth = "auto" if width != "dynamic" and coupling == "noise" and not collapse else 4
+        depth = MOST_BY_SIZES if collapse or by_sizes else "auto"
     check_depth(depth)
     one_of("width", width, get_args(WidthBy))
     policy = _width(width, beams, min_beams, threshold, mass)
@@ -220,7 +224,10 @@ def dsbd(
             width=policy,
         )
         may_widen = given_draft_beams is None
-        control = depth_control(depth, beams, draft_beams, target, draft, drafter_of, judge, may_widen)
+        if by_sizes:
+            control: Controller = depth_by_sizes((draft_beams,), MOST_BY_SIZES, target, draft, beams)
+        else:
+            control = depth_control(depth, beams, draft_beams, target, draft, drafter_of, judge, may_widen)
         return Parts(drafter_of(draft), judge, control, law)
 
     if isinstance(policy, FixedWidth):
@@ -232,7 +239,7 @@ def dsbd(
         return dsbd(
             beams,
             given_draft_beams,
-            depth,
+            given_depth,
             width,
             threshold,
             wider,

@@ -6,7 +6,7 @@ Combinations that cannot work are rejected when the method is made, before any m
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from specbeam.core.control.confidence import SureDraft, TrackedThreshold
 from specbeam.core.control.depth import DepthByCost
@@ -26,8 +26,8 @@ from specbeam.recipes.depth import (
     ANY_MODEL,
     DrafterOf,
     cost_of_layer,
-    depth_by_bytes,
     depth_by_cost,
+    depth_by_sizes,
     is_dear,
     paces_of,
     text_depends_on_depth,
@@ -39,6 +39,7 @@ ControllerName = Literal[
     "auto", "fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost", "latency", "beta_ts",
     "calibration_ts",
 ]  # fmt: skip
+MANY_NODES = 16  # more rows than these cost very different times on different machines
 MakeController = Callable[[LM | None, LM | None], Controller]  # takes the target and the draft model
 MakeDrafter = Callable[[LM | None, LM | None], Drafter]  # takes the target and the draft model
 
@@ -51,8 +52,9 @@ class DraftKind:
         recipe: name of the recipe, for messages.
         depth: maximum number of layers.
         width: width of the shapes that the controller plans: nodes per layer, or nodes of the whole tree.
-        layers: number of nodes of each layer; the last number also holds for all deeper layers. Empty if the settings do
-            not determine layer sizes.
+        layers: number of nodes of each layer, as far as the settings determine it; the last number also holds for all
+            deeper layers. Empty if they do not.
+        models: number of draft models.
         has_node_budget: whether `width` counts the nodes of the whole tree.
         no_law_reason: why the law of these drafts is unknown, as the end of a sentence "RECIPE ..."; empty if it is known.
         no_stop_reason: why a draft cannot end between its layers, as the end of a sentence "RECIPE ..."; empty if it can.
@@ -62,9 +64,28 @@ class DraftKind:
     depth: int
     width: int = 1
     layers: tuple[int, ...] = ()
+    models: int = 1
     has_node_budget: bool = False
     no_law_reason: str = ""
     no_stop_reason: str = ""
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes of a draft of full depth, as far as the settings determine it."""
+        last = len(self.layers) - 1
+        return sum(self.layers[min(layer, last)] for layer in range(self.depth)) if self.layers else 0
+
+
+def layers_within(nodes: int, top: int, depth: int) -> tuple[int, ...]:
+    """Return the maximum number of nodes of each layer of a tree of `nodes` nodes with up to `top` below each of them.
+
+    >>> layers_within(24, 4, 5)
+    (4, 16, 4, 0, 0)
+    """
+    layers = []
+    for layer in range(1, depth + 1):
+        layers.append(min(top**layer, nodes - sum(layers)))
+    return tuple(layers)
 
 
 def rule_of(choice: "RuleName | Rule", drafts: DraftKind) -> Rule:
@@ -95,9 +116,9 @@ def controller_maker(
 ) -> MakeController:
     """Return a function that makes the controller of these drafts from the target and the draft model.
 
-    The controller "auto" plans the fixed shape. If the draft model is expensive (`is_dear`), it plans the depth by measured
-    costs instead, or by the bytes that passes read where texts depend on the depth. If texts do not depend on drafts, it
-    also stops drafting where decoding without drafts is measured to be faster.
+    The controller "auto" plans the depth by past acceptance and by the sizes of passes. If texts do not depend on drafts, it
+    takes measured costs for an expensive draft model (`is_dear`) and for trees of more than `MANY_NODES` nodes, and stops
+    drafting where decoding without drafts is measured to be faster. Drafts whose layers have no sizes keep the fixed shape.
 
     Raises `BadSetting` if `choice` is neither a name nor a part, or if these drafts cannot follow the controller.
 
@@ -128,20 +149,22 @@ def controller_maker(
         raise BadSetting(f"controller is {choice!r}; it must be one of {', '.join(controllers)}, or a part")
     part = controllers[choice] if isinstance(choice, str) else _with_width(choice, width)
     _check_controller(choice, part, drafts)
-    by_cost = partial(depth_by_cost, drafts.layers, depth, drafter=drafter_of, rule=rule)
-    by_bytes: Any = partial(depth_by_bytes, drafts.layers, depth)
+    budget = width if drafts.has_node_budget else None
+    by_cost = partial(depth_by_cost, drafts.layers, depth, drafter=drafter_of, rule=rule, width=budget)
+    alone = text_depends_on_depth(rule)
+    by_sizes = partial(depth_by_sizes, drafts.layers, depth, alone=alone, width=budget, models=drafts.models)
     if part is None:
         return by_cost
     if choice == "auto":
         drafting = f"{drafts.recipe} of {depth} layers, {width} wide, by {drafter_of and drafter_of(ANY_MODEL)!r}"
 
         def make(target: LM | None, draft: LM | None) -> Controller:
-            if draft is None:
-                return in_one_shape
             planned: FixedShape | DepthByCost = in_one_shape
-            if drafts.layers and is_dear(draft, target):
-                may_be_timed = not text_depends_on_depth(rule)
-                planned = (by_cost if may_be_timed else by_bytes)(target, draft)
+            if drafts.layers:
+                is_costly = drafts.nodes > MANY_NODES or (draft is not None and is_dear(draft, target))
+                planned = by_cost(target, draft) if is_costly and not alone else by_sizes(target, draft)
+            if draft is None:
+                return planned
             return DraftsIfFaster(planned, drafting, paces_of(target, draft))
 
         return make
@@ -157,7 +180,8 @@ def _with_measured_cost(
 
     `draft` is None for drafts without a draft model.
     """
-    rows = max(drafts.layers) if drafts.layers else max(drafts.width // drafts.depth, 1)
+    has_sizes = drafts.layers and not drafts.has_node_budget
+    rows = max(drafts.layers) if has_sizes else max(drafts.width // drafts.depth, 1)
     cost = cost_of_layer(target, draft, rows, drafts.depth)
     return part if cost is None else replace(part, cost=cost)
 

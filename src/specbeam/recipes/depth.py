@@ -29,19 +29,23 @@ from specbeam.recipes.tuning.idle_model import IdleLM
 
 Depth = int | Literal["auto"]
 DrafterOf = Callable[[LM], Drafter]
-UNMEASURED_S = {"target": 1.0, "draft": 0.1}  # seconds of a pass of any size, for models that are not measured
+UNKNOWN_SHARE = 0.1  # assumed time of a pass of a draft model of unknown size, as a share of the target's
+UNMEASURED_S = {
+    "target": 1.0,
+    "draft": UNKNOWN_SHARE,
+}  # seconds of a pass of any size, for models that are not measured
 ANY_MODEL = IdleLM(1, 0)  # stands for a model where it does not matter which
 LAYERS_AT_ONCE = 3  # number of layers that share the cheap rows of a pass
 MOST_PER_BEAM = 4  # maximum number of drafts per layer and beam
-MEASURED = (HuggingFaceLM, ExitLM, SkippingLM)  # draft models with a key for figures on disk
+MEASURED = (HuggingFaceLM, HeadLM, SkippingLM)  # draft models with a key for figures on disk
 DEAR = 0.25  # share of the bytes of a target's pass; a draft model that reads more is expensive
 MOST_OF_TREES = 4  # largest depth of trees without a draft model
-EXPLORE_TREES = 16  # turns between two trials of trees that do not pay: with many beams, a trial is expensive
 FREE = CostCurve((1,), (0.0,))  # cost of drafts without a draft model
-# Time of a pass by number of rows, relative to a single row: about the measured values for 1 B parameters in 16 and 8 bits,
-# and for 97 M in 4 bits after passes of a draft model (measurements/engines.md).
-ROWS = CostCurve((1, 8), (1.0, 1.2))
-ROWS_IN_4_BITS = CostCurve((1, 2, 4, 6), (1.0, 1.4, 1.9, 2.3))
+# Assumed time of a pass by number of rows, relative to a single row. It is the same for all engines, because the text of
+# a seed may depend on it. The values are those of plain vectors (AVX-512, 100 M parameters) in 8 bits, between those in
+# float32 (2.05 for 8 rows, 3.8 for 16) and of tiles and GPUs (1.15 and 1.3): see measurements/methods.md.
+ROWS = CostCurve((1, 8, 16), (1.0, 1.5, 2.4))
+ROWS_ON_GPU = CostCurve((1, 64), (1.0, 1.2))  # for texts that do not depend on it
 
 
 def check_depth(depth: Depth) -> None:
@@ -92,7 +96,7 @@ def depth_of_trees(target: LM | None, drafter: Drafter, beams: int, width: int) 
     """
     models = getattr(drafter, "models", ())
     draft = _curve(models[0], "draft") if models else FREE
-    return DepthByCost(_curve(target, "target"), draft, beams, (width,), MOST_OF_TREES, explore=EXPLORE_TREES)
+    return DepthByCost(_curve(target, "target"), draft, beams, (width,), MOST_OF_TREES)
 
 
 def depth_by_cost(
@@ -102,6 +106,7 @@ def depth_by_cost(
     draft: LM | None,
     drafter: DrafterOf | None,
     rule: Rule | None,
+    width: int | None = None,
 ) -> DepthByCost:
     """Return the controller that chooses the depth of drafts for one sequence by the measured costs of passes.
 
@@ -110,15 +115,16 @@ def depth_by_cost(
         most: maximum depth.
         drafter: makes the drafter from a draft model; None: drafts cost nothing and are matched.
         rule: the rule that judges the drafts.
+        width: as in `DepthByCost`.
     """
     if drafter is None or rule is None or draft is None:
-        return DepthByCost(_curve(target, "target"), FREE, 1, layers, most)
-    host = _host_cost(target, draft, layers[0], drafter, rule)
+        return DepthByCost(_curve(target, "target"), FREE, 1, layers, most, width=width)
+    host = _host_cost(target, draft, width or layers[0], drafter, rule)
     if isinstance(target, HuggingFaceLM) and isinstance(draft, HuggingFaceLM) and draft is not target:
         curves = curves_in_turns(target, draft)
     else:
         curves = (_target_curve(target, draft), _curve(draft, "draft"))
-    return DepthByCost(*curves, 1, layers, most, host, alone=text_depends_on_depth(rule))
+    return DepthByCost(*curves, 1, layers, most, host, width, text_depends_on_depth(rule))
 
 
 def text_depends_on_depth(rule: Rule | None) -> bool:
@@ -126,18 +132,44 @@ def text_depends_on_depth(rule: Rule | None) -> bool:
     return not (isinstance(rule, MatchRule) and rule.coupling == "noise")
 
 
-def depth_by_bytes(layers: tuple[int, ...], most: int, target: HuggingFaceLM, draft: HuggingFaceLM) -> DepthByCost:
-    """Return the controller that chooses the depth of drafts by the bytes that passes read, not by measured times.
+def depth_by_sizes(
+    layers: tuple[int, ...],
+    most: int,
+    target: LM | None,
+    draft: LM | None,
+    beams: int = 1,
+    alone: bool = True,
+    width: int | None = None,
+    models: int = 1,
+) -> DepthByCost:
+    """Return the controller that chooses the depth of drafts by the sizes of passes, not by measured times.
 
-    So in the same engine a seed gives the same text whatever the load of the machine; see `depth_by_cost`.
+    So a seed gives the same text in every engine and whatever the load of the machine; see `depth_by_cost`.
+
+    Args:
+        alone, width: as in `DepthByCost`. If plans of one session may depend on others, they may depend on the device, too.
+        models: number of draft models, of about equal sizes.
     """
-    rows = ROWS_IN_4_BITS if target.engine == "int4" else ROWS
-    return DepthByCost(rows, CostCurve((1,), (share_read(draft, target),)), 1, layers, most, alone=True)
+    is_on_gpu = getattr(getattr(target, "device", None), "type", "cpu") != "cpu"
+    rows = ROWS_ON_GPU if is_on_gpu and not alone else ROWS
+    draft_pass = CostCurve((1,), (models * share_read(draft, target),))
+    return DepthByCost(rows, draft_pass, beams, layers, most, width=width, alone=alone)
 
 
-def share_read(draft: HuggingFaceLM, target: HuggingFaceLM) -> float:
-    """Return the bytes that a pass of the draft model reads as a share of the target's, rounded to one digit."""
-    return float(f"{draft.bytes_read / target.bytes_read:.1g}")
+def share_read(draft: LM | None, target: LM | None) -> float:
+    """Return the assumed time of a pass of the draft model as a share of the target's; 0 without a draft model.
+
+    This is the share of bytes that it reads (`HuggingFaceLM.bytes_read`), rounded to one digit. It is `UNKNOWN_SHARE` for
+    models without known sizes. With a small target it is at most that, because the time of small passes does not follow
+    their bytes.
+    """
+    if draft is None:
+        return 0.0
+    read: tuple[int | None, int | None] = getattr(draft, "bytes_read", None), getattr(target, "bytes_read", None)
+    if read[0] is None or not read[1]:
+        return UNKNOWN_SHARE
+    share = float(f"{read[0] / read[1]:.1g}")
+    return min(share, UNKNOWN_SHARE) if getattr(target, "is_small", False) else share
 
 
 def cost_of_layer(target: LM | None, draft: LM | None, rows: int, depth: int) -> float | None:
@@ -203,12 +235,12 @@ class _Learnt:
     paces: PaceMemory
 
 
-def _learnt(target: HuggingFaceLM, draft: HuggingFaceLM | ExitLM | SkippingLM) -> _Learnt:
+def _learnt(target: HuggingFaceLM, draft: HuggingFaceLM | HeadLM | SkippingLM) -> _Learnt:
     if draft not in target.learnt:
         if isinstance(draft, SkippingLM):
             named = [None, str(draft.settings)]
-        elif isinstance(draft, ExitLM):
-            named = [saved_figures.weights_key(draft.head), "exit"]
+        elif isinstance(draft, HeadLM):
+            named = [saved_figures.weights_key(draft.head), "exit" if isinstance(draft, ExitLM) else draft.engine]
         else:
             named = [saved_figures.weights_key(draft.known), draft.engine]
         weights, engine = named

@@ -24,7 +24,7 @@ from specbeam.models.heads.hidden_transfer import HiddenTransfer
 from specbeam.models.heads.medusa import Medusa
 from specbeam.models.heads.modules import ModulesInARow
 from specbeam.models.heads.trunk import PairTrunk
-from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, sequence_method, tree_method
+from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, layers_within, sequence_method, tree_method
 from specbeam.recipes.method import (
     Method,
     recipe,
@@ -92,7 +92,7 @@ def eagle(
     depth: int = 8,
     top: int = 10,
     rule: "RuleName | Rule" = "match",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a tree of the most probable nodes with an EAGLE head. All EAGLE heads draft EAGLE-2's trees.
 
@@ -117,7 +117,7 @@ def fspad(
     depth: int = 8,
     top: int = 10,
     rule: "RuleName | Rule" = "match",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a tree of the most probable nodes with an FSPAD head.
 
@@ -139,7 +139,7 @@ def medusa(
     depth: int = 4,
     top: int = 10,
     rule: "RuleName | Rule" = "match",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a tree of the most probable nodes with Medusa heads, by the product of the heads' probabilities.
 
@@ -164,7 +164,7 @@ def mtp(
     depth: int = 3,
     top: int = 1,
     rule: "RuleName | Rule" = "match",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a chain, or a tree of the most probable nodes, with the checkpoint's modules of multi-token prediction.
 
@@ -192,7 +192,7 @@ def chimera(
     depth: int = 4,
     top: int = 10,
     rule: "RuleName | Rule" = "match",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a tree of the most probable nodes with a Chimera head.
 
@@ -218,7 +218,7 @@ def specdiff(
     order: Order = "confidence",
     tokens: Literal["drawn", "best"] = "drawn",
     rule: "RuleName | Rule | None" = None,
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a chain of tokens with a SpecDiff head, which unmasks them in one or several steps.
 
@@ -250,7 +250,8 @@ def specdiff(
     if steps == 1 and is_drawn:
         drafts = DraftKind("specdiff", depth, layers=(1,))
         return _for_heads(_SPECDIFF, tree_method(drafts, Branching((1,), Independent()), rule, controller))
-    drafts = DraftKind("specdiff", depth, no_law_reason=reason, no_stop_reason="unmasks all tokens of a draft together")
+    no_stop_reason = "unmasks all tokens of a draft together"
+    drafts = DraftKind("specdiff", depth, layers=(1,), no_law_reason=reason, no_stop_reason=no_stop_reason)
 
     def make_drafter(target: LM | None, draft: LM | None) -> Unmasking:
         return Unmasking(draft, steps, order, is_drawn)
@@ -298,7 +299,7 @@ def bita(
     tree: TreeBy = "streamlined",
     least: float = 0.0,
     rule: "RuleName | Rule" = "match",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft with mask tokens in the target's own pass: each pass of the target judges a tree and drafts the next one.
 
@@ -335,7 +336,7 @@ def hidden_transfer(
     tree: TreeBy = "measured",
     least: float = 0.0,
     rule: "RuleName | Rule" = "match",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft with predicted hidden states of future tokens, which enter the target's own pass between two layers.
 
@@ -362,7 +363,7 @@ def _tree_of_heads(
 ) -> Method:
     """Return the method of a kind of heads that drafts the tree of the most probable nodes."""
     require_at_least_one(nodes=nodes, depth=depth, top=top)
-    drafts = DraftKind(kind.recipe, depth, nodes, has_node_budget=True)
+    drafts = DraftKind(kind.recipe, depth, nodes, layers_within(nodes, top, depth), has_node_budget=True)
     return _for_heads(kind, tree_method(drafts, BestFirst(top, widest=top, within_layer=True), rule, controller))
 
 
@@ -403,19 +404,22 @@ def _tree_of_extra_rows(
     refuse_ignored(tree == "odds", f"tree {tree!r}", top=top)
     require_probability(least=least)
 
-    def method_of(ranks: Sequence[Sequence[float]]) -> Method:
+    def method_of(ranks: Sequence[Sequence[float]], extra: int) -> Method:
+        """Return the method for heads that add `extra` rows below each node."""
         if tree == "odds":
-            drafts = DraftKind(kind.recipe, depth, nodes, has_node_budget=True)
+            layers = [size * (1 + extra) for size in layers_within(nodes, top_or_default, depth)]
+            drafts = DraftKind(kind.recipe, depth, nodes, tuple(layers), has_node_budget=True)
             growth = BestFirst(top_or_default, widest=top_or_default, within_layer=True)
             return tree_method(drafts, growth, rule, controller)
         rows = [ranks[min(layer, len(ranks) - 1)] for layer in range(depth)]
         topology = ranked_tree(rows, nodes, spine=tree == "streamlined")
-        drafts = DraftKind(kind.recipe, depth_of_tree(topology), layers=layers_of(topology))
+        layers = [size * (1 + extra) for size in layers_of(topology)]
+        drafts = DraftKind(kind.recipe, depth_of_tree(topology), layers=tuple(layers))
         return tree_method(drafts, FixedTree(topology, Best()), rule, controller)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         _check_kind(kind, draft)
         assert isinstance(draft, ExtraLM)
-        return method_of(draft.head.ranks or GUESS).build(target, draft.choosing(least))
+        return method_of(draft.head.ranks or GUESS, draft.head.depth).build(target, draft.choosing(least))
 
-    return replace(method_of(GUESS), build=build)
+    return replace(method_of(GUESS, depth), build=build)

@@ -21,7 +21,7 @@ def prompt_lookup(
     longest: int = 3,
     match: Literal["last", "first"] = "last",
     rule: "RuleName | Rule" = "match",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Find an earlier occurrence of the last tokens of the text, and draft its continuation; no draft model.
 
@@ -35,8 +35,9 @@ def prompt_lookup(
         longest: maximum number of last tokens to look up; without a match one fewer is tried, down to one.
         match: which of several matches to continue, "last" or "first".
         rule: "match", or a part that does not need the law of drafts, which is unknown for retrieved ones.
-        controller: the controller that chooses the length of a draft: "fixed", "thompson", "cost"
-            (docs/methods/controllers.md), or a part that plans the length in advance.
+        controller: the controller that chooses the length of a draft: "auto" (as many tokens as pay by acceptance and the
+            cost of rows), "fixed", "thompson", "cost" (docs/methods/controllers.md), or a part that plans the length in
+            advance.
     """
     require_at_least_one(depth=depth, longest=longest)
     one_of("match", match, ("last", "first"))
@@ -48,7 +49,7 @@ def suffix_match(
     depth: int = 16,
     per_match: float = 4.0,
     rule: "RuleName | Rule" = "match",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Find the longest suffix of the text that occurred before, and draft its continuation; no draft model.
 
@@ -75,7 +76,7 @@ def token_recycling(
     k: int = 8,
     nodes: int = 80,
     rule: "RuleName | Rule" = "match",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft from a table of the target's latest likeliest successors of each token; no draft model.
 

@@ -67,7 +67,7 @@ def speculative_beam_search(
         draft_beams: number of draft nodes per layer, at least `beams`. A few more let more layers pass. None: `beams` + 2.
         depth: number of draft layers per pass of the target. "auto": maximises the expected gain per second on this
             machine, by the measured cost of a pass and by how often layers pass; at most 4 without a draft model. Drafts
-            that do not pay are left out, and are tried again every 16 turns.
+            that do not pay are left out, and are tried again ever more rarely.
         drafter: "model": drafts beams with the draft model. "prompt_lookup", "suffix_match", "token_recycling": draft a
             chain or a tree under each beam, without a draft model. "items": drafts the next levels of a catalogue. Or the
             drafter of another recipe, which drafts a tree under each beam:

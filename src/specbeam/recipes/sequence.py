@@ -21,7 +21,7 @@ from specbeam.models.early_layers import early_layers
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.live_layers import first_layers
-from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, sequence_method, tree_method
+from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, layers_within, sequence_method, tree_method
 from specbeam.recipes.method import Method, recipe, require_at_least_one, require_counts
 from specbeam.recipes.tuning.acceptance import GUESS, saved_acceptance
 from specbeam.recipes.tuning.costs import curve_of
@@ -44,8 +44,8 @@ def speculative_sampling(
         rule: how drafts are judged: "path" (each token by its probabilities under target and draft, from the first to the
             last), "traversal" (from the last token to the first: block verification), "match" (samples from the target, and
             accepts draft tokens that equal the sample), or a part.
-        controller: the controller that chooses the length of a draft, up to `depth`: "auto" (`depth` layers; fewer or none
-            if the draft model is expensive), "fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost"
+        controller: the controller that chooses the length of a draft, up to `depth`: "auto" (as many layers as
+            pay by acceptance and sizes), "fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost"
             (docs/methods/controllers.md), or a part.
     """
     require_at_least_one(depth=depth)
@@ -253,7 +253,7 @@ def traversal(
 
 @recipe
 def dyspec(
-    nodes: int = 24,
+    nodes: int = 16,
     depth: int = 6,
     least: float | None = None,
     rule: "RuleName | Rule" = "path",
@@ -278,7 +278,7 @@ def dyspec(
     least = 1 / nodes if least is None else least
     if not 0 < least <= 1:
         raise BadSetting(f"least is {least}; it is a probability, in (0, 1]")
-    drafts = DraftKind("dyspec", depth, nodes, has_node_budget=True)
+    drafts = DraftKind("dyspec", depth, nodes, layers_within(nodes, nodes, depth), has_node_budget=True)
     return tree_method(drafts, BestFirstDraws(least), rule, controller)
 
 
@@ -287,7 +287,7 @@ def multi_draft(
     others: Sequence[Any] = (),
     counts: Sequence[int] = (2, 1, 1),
     rule: "RuleName | Rule" = "path",
-    controller: "ControllerName | Controller" = "fixed",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a tree with each of several draft models, without replacement; the target scores the union of the trees.
 
@@ -303,15 +303,19 @@ def multi_draft(
             like the pair's draft, or language models of specbeam. Empty: the pair's draft model drafts two trees.
         counts: number of children of each node of a tree, by layer.
         rule: as in `speculative_sampling`.
-        controller: the controller that chooses the depth of all trees in advance: "fixed", "thompson"
-            (docs/methods/controllers.md), or a part.
+        controller: the controller that chooses the depth of all trees in advance: "auto" (as many layers as pay by
+            acceptance and sizes), "fixed", "thompson", "cost" (docs/methods/controllers.md), or a part.
     """
     require_counts(counts)
     if not isinstance(others, (list, tuple)):
         raise BadSetting(f"others is {others!r}; it must be a list of draft models")
+    number = 1 + max(len(others), 1)
+    growth = Branching(tuple(counts), Distinct())
     drafts = DraftKind(
         "multi_draft",
         len(counts),
+        layers=tuple(number * nodes for nodes in growth.layers),
+        models=number,
         no_stop_reason="drafts several trees at once, which share no newest token",
     )
     loaded: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # models by target, for further calls
@@ -319,8 +323,7 @@ def multi_draft(
     def make_drafter(target: LM | None, draft: LM | None) -> ManyDrafters:
         assert draft is not None
         models = [draft, *_further_models(others, target, draft, loaded)]
-        drafters = tuple(TreeDrafter(lm, Branching(tuple(counts), Distinct())) for lm in models)
-        return ManyDrafters(drafters)
+        return ManyDrafters(tuple(TreeDrafter(lm, growth) for lm in models))
 
     return sequence_method(drafts, make_drafter, rule, controller)
 
@@ -407,13 +410,14 @@ def opt_tree(
         top: number of likeliest tokens considered under each expanded node.
         within_layer: expand only the best nodes of the newest layer (EAGLE-2), instead of the best nodes of the tree.
         rule: "match", "path", "traversal" or a part. All three accept equally often, because these drafts are not random.
-        controller: the controller that chooses depth and number of nodes (docs/methods/controllers.md): "auto" (all nodes;
-            none if this is faster and does not change texts), "fixed", "latency" (chooses the number of nodes by the times
+        controller: the controller that chooses depth and number of nodes (docs/methods/controllers.md): "auto" (as many
+            layers as pay by acceptance and sizes), "fixed", "latency" (chooses the number of nodes by the times
             of past turns), "thompson", one that ends drafts between layers ("confidence", "tracked", "calibrated",
             "survival"), or a part.
     """
     require_at_least_one(nodes=nodes, depth=depth, top=top)
-    drafts = DraftKind("opt_tree", depth, nodes, has_node_budget=True)
+    layers = layers_within(nodes, top, depth)
+    drafts = DraftKind("opt_tree", depth, nodes, layers, has_node_budget=True)
     return tree_method(drafts, BestFirst(top, within_layer=within_layer), rule, controller)
 
 
@@ -447,7 +451,8 @@ def gsd(
     require_at_least_one(depth=depth, top=top, nodes=nodes)
     if context < -1:
         raise BadSetting(f"context is {context}; it must be at least 0, or -1 to merge nothing")
-    drafts = DraftKind("gsd", depth, no_law_reason=Graph.no_law_reason)
+    layers = layers_within(nodes, top, depth)
+    drafts = DraftKind("gsd", depth, layers=layers, no_law_reason=Graph.no_law_reason)
     return tree_method(drafts, Graph(top, context, most_nodes=nodes + 1), rule, controller)
 
 
@@ -458,7 +463,7 @@ def propd(
     early: int = 2,
     top: int = 16,
     rule: "RuleName | Rule" = "match",
-    controller: "ControllerName | Controller" = "latency",
+    controller: "ControllerName | Controller" = "auto",
 ) -> Method:
     """Draft a tree, prune nodes that are unlikely under the target's first layers, and score the others with the target.
 
@@ -475,11 +480,11 @@ def propd(
         early: number of first layers of the target that prune the draft.
         top: number of likeliest tokens of these layers; other draft tokens are pruned.
         rule: as in `opt_tree`.
-        controller: the controller that chooses the number of nodes: "latency" (by the times of past turns), "fixed" (always
-            `nodes`), or another one as in `opt_tree`.
+        controller: "auto" as in `opt_tree`; "latency", as in the paper, chooses the number of nodes by the times of past
+            turns; or another one as in `opt_tree`.
     """
     require_at_least_one(nodes=nodes, depth=depth, early=early, top=top)
-    drafts = DraftKind("propd", depth, nodes, has_node_budget=True)
+    drafts = DraftKind("propd", depth, nodes, (max(nodes // depth, 1),), has_node_budget=True)
 
     def make_drafter(target: LM | None, draft: LM | None) -> Pruned:
         assert draft is not None

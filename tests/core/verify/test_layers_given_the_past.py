@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.core.control.cost import CostCurve
+from specbeam.core.control.depth import DepthByCost
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.width import NucleusWidth, SureWidth
 from specbeam.core.draft.beams import BeamDrafter
@@ -99,10 +101,11 @@ def worst_layer(found, target, replacement):
     return worst
 
 
-def method_of(width, depth, replacement=False):
+def method_of(width, depth, replacement=False, controller=None):
     rule = BeamRule(width, "rejection", replacement)
     drafter = lambda lm: BeamDrafter(lm, 2, "rejection", replacement)  # noqa: E731
-    return sb.Method("dynamic", "", 2, lambda _, lm: Parts(drafter(lm), rule, FixedShape(depth, 2), ""))
+    controller = controller or FixedShape(depth, 2)
+    return sb.Method("dynamic", "", 2, lambda _, lm: Parts(drafter(lm), rule, controller, ""))
 
 
 CASES = [(8, 0.6, ()), (12, 0.5, ()), (14, 0.5, (1,)), (26, 0.4, ())]  # seed, threshold, end tokens
@@ -119,6 +122,21 @@ def test_a_later_dynamic_layer_has_its_law_given_the_first_one_and_its_width(rep
         assert max(worst.values()) < CLOSE
         seen |= {(place, width) for _, place, _, width in found}
     assert seen >= {(0, 1), (0, 2), (1, 1), (1, 2), (2, 2)}  # drafted layers of either width, and one after the drafts
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_layers_whose_depth_follows_the_acceptance_of_earlier_turns_have_their_law(replacement):
+    """A draft that is dear: after a layer that failed, the next one is drawn at full width, without drafts."""
+    dear = DepthByCost(CostCurve((1, 8), (1.0, 1.2)), CostCurve((1,), (0.45,)), 2, (2,), 2, alone=True)
+    seen = set()
+    for seed, threshold, eos in CASES:
+        target, draft = random_table(seed, 2), random_table(seed + 1, 2)
+        method = method_of(SureWidth(2, 1, threshold), 2, replacement, dear)
+        found = layers_by_past(method, target, draft, 3, eos)
+        assert max(worst_layer(found, target, replacement).values()) < CLOSE
+        for past, place, _, width in found:
+            seen.add((len(past), place, width))
+    assert {(0, 0, 1), (2, 0, 2)} <= seen  # drafted and narrow; later without a draft
 
 
 @pytest.mark.parametrize("replacement", [False, pytest.param(True, marks=pytest.mark.slow)])

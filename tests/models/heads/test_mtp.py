@@ -232,9 +232,9 @@ METHODS = {
     "beams": sb.dsbd(3, 5, 4),
     "beams by rejection": sb.dsbd(3, 5, 4, coupling="rejection"),
     "chain": sb.mtp(4, 4),
-    "tree": sb.specinfer((2, 2, 1)),
+    "tree": sb.specinfer((2, 2, 1), controller="fixed"),
     "search": sb.speculative_beam_search(3, 5, depth=3),
-    "best trees": sb.opt_tree(9, 4),
+    "best trees": sb.opt_tree(9, 4, controller="fixed"),
 }
 
 
@@ -416,7 +416,9 @@ def test_a_level_of_drafts_takes_one_pass_of_one_module(targets):
     pair = sb.load(targets["qwen3", 3], draft="mtp", probe=False)
     forests = []
     passes = [pair.draft.passes]
-    for turn in turns_of(pair, PROMPTS[0], sb.speculative_sampling(4), max_new_tokens=30, seed=1, eos_token_id=[]):
+    for turn in turns_of(
+        pair, PROMPTS[0], sb.speculative_sampling(4, controller="fixed"), max_new_tokens=30, seed=1, eos_token_id=[]
+    ):
         forests.append(turn.forest.size)
         passes.append(pair.draft.passes)
     assert forests[0] == 1

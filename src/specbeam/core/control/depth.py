@@ -8,12 +8,9 @@ import numpy as np
 from jaxtyping import Float64
 
 from specbeam.core.control.cost import CostCurve, HostCost
-from specbeam.core.control.planning import BY_ODDS, Plan, layers_by_depth, plan_depth
+from specbeam.core.control.planning import BY_ODDS, FIRST_WAIT, Plan, count_layers, layers_by_depth, plan_depth
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
-
-GUESS = 0.6  # prior probability that a layer passes
-WEIGHT = 3.0  # weight of the prior, in layers
 
 
 @dataclass(frozen=True)
@@ -32,16 +29,15 @@ class Option:
 
 
 class PassOdds:
-    """Counts of how often the k-th draft layer of a turn was reached and how often it then passed, with a prior."""
+    """Counts of how often the k-th draft layer of a turn was reached and how often it then passed."""
 
     def __init__(self, most: int) -> None:
-        self.seen = np.full((2, most), WEIGHT)  # how often each layer passed, and was reached
-        self.seen[0] *= GUESS
+        self.seen = np.zeros((2, most))  # how often each layer passed, and was reached
+        self.pause = np.array([0.0, FIRST_WAIT])  # see `Plan`
 
     def learn(self, passed: Sequence[bool]) -> None:
         """Count the judged layers of a turn; `passed` holds whether each of them passed."""
-        self.seen[0, : len(passed)] += passed
-        self.seen[1, : len(passed)] += 1
+        count_layers(self.seen, self.pause, np.array(passed, dtype=np.bool_))
 
     def layers(self) -> Float64[np.ndarray, " depths"]:
         """Return the expected number of layers that a turn emits if it drafts 0, 1, 2, ... layers."""
@@ -58,13 +54,16 @@ class DepthByCost:
     batches rows are expensive and drafts are shorter. The controller reads only past turns of its own session, so it
     affects neither the law of the output nor the other prompts of a batch.
 
+    Where no draft pays, one layer is drafted as a trial after 4 turns, then after 8, 16, ... until one passes, as long as
+    trials take more than 1 % of the time.
+
     Args:
         target, draft: seconds of a pass by number of scored nodes; see `specbeam tune`.
         beams: maximum number of roots of a turn.
         layers: number of draft nodes of each layer; the last number also holds for all deeper layers.
         most: maximum number of layers of a draft.
         host: seconds of a turn outside the models.
-        explore: every `explore`-th turn drafts one layer if the plan is to draft none, to keep measuring acceptance.
+        width: width of the planned shapes; None: the number of nodes of the first layer.
         alone: plan as if passes were never shared; for rules whose text depends on the depth, so that a seed gives the
             same text in every batch.
     """
@@ -75,13 +74,13 @@ class DepthByCost:
     layers: tuple[int, ...]
     most: int = 8
     host: HostCost = field(default_factory=HostCost)
-    explore: int = 8
+    width: int | None = None
     alone: bool = False
 
     @property
     def largest(self) -> Shape:
         """The largest shape that it plans."""
-        return Shape(self.most, max(self.layers))
+        return Shape(self.most, max(self.layers) if self.width is None else self.width)
 
     def plan(self, session: Session) -> Shape:
         plan = self.numbers(session)
@@ -91,8 +90,9 @@ class DepthByCost:
     def numbers(self, session: Session) -> Plan:
         """Return the plan for steps."""
         seconds = self._turn_seconds(1 if self.alone else session.batch_size)
-        seen = self._pass_odds(session).seen
-        return Plan(BY_ODDS, self.layers[0], 1, seconds, self.host.judge_s, seen, self.explore)
+        odds = self._pass_odds(session)
+        width = self.layers[0] if self.width is None else self.width
+        return Plan(BY_ODDS, width, 1, seconds, self.host.judge_s, odds.seen, odds.pause)
 
     def settle(self, session: Session, turn: Turn) -> None:
         self._pass_odds(session).learn(_passed_layers(turn))

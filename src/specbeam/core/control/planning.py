@@ -14,6 +14,16 @@ from specbeam.core.session import Session
 from specbeam.core.steps import Array, borrowed, step, verb
 
 BY_ODDS = -1  # `Plan.depth` of plans that choose the depth from their tables
+GUESS = 0.8  # odds that a layer passes, before the first turn
+GUESS_WEIGHT = 2.0  # in layers
+SHARED_WEIGHT = 5.0  # weight of the odds of all layers in the odds of one layer, in layers
+FORGET = 0.95  # weight of earlier turns after each turn with drafts
+# Turns without drafts until one layer is drafted as a trial. The wait doubles after each trial that does not pass, until
+# trials take a share of `TRIALS` of the time.
+FIRST_WAIT = 4.0
+LONGEST_WAIT = 64.0
+TRIALS = 0.01
+IDLE, WAIT = range(2)  # indices of `Plan.pause`
 
 
 @verb(0, has_body=False, by_address=True)
@@ -46,27 +56,49 @@ class Plan(NamedTuple):
     seconds: Array  # float64[roots + 1, depths]: seconds of a turn that emits nothing
     judge_s: float  # seconds per emitted layer
     seen: Array  # float64[2, layers]: how often each layer passed and was reached; changed by `learn_passed`
-    explore: int  # every `explore`-th turn drafts one layer if the plan is to draft none
+    pause: Array  # float64[2]: turns since the last draft, and the wait until a trial; changed by `learn_passed`
 
 
 def plan_of_shape(depth: int, width: int, beyond: int = 1) -> Plan:
     """Return a plan with a fixed shape."""
-    return Plan(depth, width, beyond, np.zeros((1, 1)), 0.0, np.ones((2, 1)), 1)
+    return Plan(depth, width, beyond, np.zeros((1, 1)), 0.0, np.zeros((2, 1)), np.zeros(2))
 
 
 @step
 def layers_by_depth(seen: Array) -> Array:
     """Return the expected number of layers that a turn emits if it drafts 0, 1, 2, ... layers, float64[layers + 1].
 
+    The odds of a layer are its counts and `SHARED_WEIGHT` times the odds of all layers together, so that a few failures of
+    the first layer count against the deeper ones, which were not reached.
+
     Args:
         seen: float64[2, layers], how often each layer passed and was reached.
     """
+    passed = GUESS_WEIGHT * GUESS
+    reached = GUESS_WEIGHT
+    for layer in range(seen.shape[1]):
+        passed += seen[0, layer]
+        reached += seen[1, layer]
+    of_all = passed / reached
     emitted = np.ones(seen.shape[1] + 1)
     survive = 1.0
     for layer in range(seen.shape[1]):
-        survive *= seen[0, layer] / seen[1, layer]
+        survive *= (seen[0, layer] + SHARED_WEIGHT * of_all) / (seen[1, layer] + SHARED_WEIGHT)
         emitted[layer + 1] = emitted[layer] + survive
     return emitted
+
+
+@step
+def longest_wait(seconds: Array) -> float:
+    """Return the largest number of turns between two trials.
+
+    Args:
+        seconds: float64[depths], seconds of a turn by its depth.
+    """
+    if len(seconds) < 2:
+        return LONGEST_WAIT
+    extra = seconds[1] / seconds[0] - 1
+    return max(extra / TRIALS, FIRST_WAIT)
 
 
 @plan_depth.of(Plan)
@@ -78,7 +110,7 @@ def plan_fixed_or_by_odds(plan: Plan, roots: int, turns: int, remaining: int) ->
         seconds = plan.seconds[min(roots, len(plan.seconds) - 1)]
         emitted = layers_by_depth(plan.seen)
         depth = int(np.argmax(emitted / (seconds + emitted * plan.judge_s)))
-        if depth == 0 and turns % plan.explore == plan.explore - 1:
+        if depth == 0 and plan.pause[IDLE] >= min(plan.pause[WAIT], longest_wait(seconds)):
             depth = 1
     return min(depth, remaining - plan.beyond)
 
@@ -86,11 +118,34 @@ def plan_fixed_or_by_odds(plan: Plan, roots: int, turns: int, remaining: int) ->
 @learn_passed.of(Plan)
 @step
 def count_passed(plan: Plan, passed: Array) -> None:
-    """Count in `plan.seen` which layers passed; see `learn_passed`."""
+    """Count in `plan.seen` which layers passed, and in `plan.pause` turns without drafts; see `learn_passed`."""
     if plan.depth < 0:
-        for layer in range(min(len(passed), plan.seen.shape[1])):
-            plan.seen[0, layer] += passed[layer]
-            plan.seen[1, layer] += 1
+        count_layers(plan.seen, plan.pause, passed)
+
+
+@step
+def count_layers(seen: Array, pause: Array, passed: Array) -> None:
+    """Count a turn's judged layers, or the turn as one without drafts.
+
+    Args:
+        seen, pause: as in `Plan`; changed in place.
+        passed: bool[layers], whether each judged draft layer passed.
+    """
+    judged = min(len(passed), seen.shape[1])
+    if judged == 0:
+        pause[IDLE] += 1
+        return
+    for layer in range(seen.shape[1]):
+        seen[0, layer] *= FORGET
+        seen[1, layer] *= FORGET
+    for layer in range(judged):
+        seen[0, layer] += passed[layer]
+        seen[1, layer] += 1
+    if passed[0]:
+        pause[WAIT] = FIRST_WAIT
+    elif pause[IDLE] >= pause[WAIT]:
+        pause[WAIT] = min(2 * pause[WAIT], LONGEST_WAIT)
+    pause[IDLE] = 0
 
 
 @deepest_of.of(Plan)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from specbeam.lab.bench.sublayers import FoundSublayers
     from specbeam.models.pair import Pair
 
+KNOWN = 1e9  # number of layers by which the odds of `--explain` are as good as known
+
 
 class TuneArguments(PairArguments):
     """Arguments of the command."""
@@ -267,7 +269,7 @@ def _explain_depth(console: "Screen", controller: "DepthByCost", odds: float) ->
     from specbeam.core.control.depth import PassOdds
 
     seen = PassOdds(8)
-    seen.seen[:] = [[odds], [1.0]]
+    seen.seen[:] = [[odds * KNOWN], [KNOWN]]
     options = controller.options(seen, controller.beams)
     best = max(options, key=lambda option: option.rate)
     table = Table(

@@ -442,11 +442,6 @@ class CompiledDecoder:
             return self._no_exit
         return ExitWeights(layer.weights, layer.norm, layer.kinds, layer.place)
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of the matrices that a pass reads."""
-        return sum(panels.nbytes for panels in (self.head, self.leave, *self.weights.matrices))
-
     @cached_property
     def _no_exit(self) -> ExitWeights:
         """The placeholder for a missing exit layer, with the model's last norm for the logits of drafts."""

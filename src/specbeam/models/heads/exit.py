@@ -201,6 +201,11 @@ class ExitLM(OnTargetsCache, HeadLM):
         return True
 
     @property
+    def bytes_read(self) -> int:
+        """See `HuggingFaceLM.bytes_read`: those of the target's first layers."""
+        return self.target.bytes_read * self.layer.after // len(layers_of(self.target.model))
+
+    @property
     def supports_runs(self) -> bool:
         is_compiled = self.target.supports_runs and isinstance(self.target.runner, PackedPasses)
         return is_compiled and type(self).extend is ExitLM.extend

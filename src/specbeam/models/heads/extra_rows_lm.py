@@ -85,6 +85,11 @@ class ExtraLM(HeadLM):
         self.positions = positions_of(head.target.config.get_text_config())
         self._variants: dict[float, ExtraLM] = {least: self}
 
+    @property
+    def bytes_read(self) -> int:
+        """None: its rows are in the target's passes."""
+        return 0
+
     def choosing(self, least: float) -> "ExtraLM":
         """Return this draft model with another `least`."""
         if least not in self._variants:

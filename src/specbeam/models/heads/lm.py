@@ -111,6 +111,11 @@ class HeadLM:
         return sum(weight.numel() for weight in self.head.parameters())
 
     @property
+    def bytes_read(self) -> int:
+        """The assumed number of bytes of weights that a pass reads; see `HuggingFaceLM.bytes_read`."""
+        return 2 * self.weights
+
+    @property
     def is_small(self) -> bool:
         """Whether the head is small enough for the caches of a processor."""
         return self.weights < TILED_FROM

@@ -187,6 +187,7 @@ class MemoryLM:
                 anchors.append(tree.anchor_of(turn.forest, int(parent)).followed_by(int(token)))
         tree.beams = anchors
         tree.nodes = []
+        tree.passed = []
         for window in before:
             self._settle_window(window, [anchor for anchor in anchors if anchor.place.window is window])
 

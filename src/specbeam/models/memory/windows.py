@@ -165,17 +165,19 @@ class TextTree:
     Attributes:
         beams: the live beams, which are the roots of the turn's forest.
         nodes: one for each known node of the turn's forest, in its order.
+        passed: nodes between the beams' places and the turn's roots: tokens of turns that this model did not score.
         peak: the largest number of rows that all windows together have stored at the same time.
     """
 
     beams: list[Anchor]
     nodes: list[TextNode] = field(default_factory=list)
+    passed: list[TextNode] = field(default_factory=list)
     peak: int = 0
 
     @property
     def windows(self) -> list[Window]:
         """The windows of all nodes and beams, without duplicates; some may be closed."""
-        places = [node.place for node in self.nodes if node.place is not None]
+        places = [node.place for node in (*self.passed, *self.nodes) if node.place is not None]
         found = [beam.place.window for beam in self.beams]
         found += [place.window for place in places]
         found += [place.next for place in places if place.next is not None]
@@ -203,6 +205,7 @@ class TextTree:
                 for token in anchor.pending:
                     node = TextNode(node, token)
                     fresh.append(node)
+                    self.passed.append(node)
             self.nodes.append(node)
         return fresh
 
