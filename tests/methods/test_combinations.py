@@ -32,6 +32,7 @@ from tests.support.checking import refused
 from tests.support.exact import distance, exact_law
 from tests.support.examples import PAIRS, completed
 from tests.support.programs import outcome_of, random_table, run, session_of, texts
+from tests.support.tiny_models import tiny
 
 RULES = ("path", "traversal", "match")
 CONTROLLERS = ("fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost", "latency")
@@ -40,7 +41,7 @@ BETWEEN = {"confidence", "tracked", "calibrated", "survival", "beta_ts", "calibr
 LAWLESS = {"gsd", "prompt_lookup", "suffix_match", "token_recycling"}
 AT_ONCE = {"prompt_lookup", "suffix_match", "token_recycling", "multi_draft"}
 BUDGET = {"opt_tree", "dyspec", "propd"}
-UNPRICED = BUDGET | {"gsd", "multi_draft", "swift"}
+UNPRICED = {"swift"}
 OWN_RULE = {"block_verification", "traversal"}  # the name is the rule
 # Methods of several beams, whose rules and controllers are parts of their own and have no names.
 OF_BEAMS = ("beam_search", "speculative_beam_search", "beam_sampling", "dsbd", "mtad", "mjsd", "mmtad")
@@ -172,6 +173,33 @@ def test_the_text_of_a_seed_does_not_depend_on_the_batch(pair, rule):
     together = sb.generate(pair, prompts * 3, method, seed=4, max_new_tokens=20)
     for prompt, one in zip(prompts, together, strict=False):
         assert sb.generate(pair, prompt, method, seed=4, max_new_tokens=20)[0].tokens == one.tokens
+
+
+BY_REJECTION = {
+    "chain": sb.speculative_sampling(6),
+    "tree": sb.rsd_c((3, 2, 1)),
+    "beams of dynamic width": sb.dsbd(3, width="dynamic"),
+    "beams": sb.dsbd(3, coupling="rejection"),
+}
+
+
+@pytest.mark.parametrize("name", BY_REJECTION)
+def test_the_default_plans_alike_in_batches_and_engines_and_turn_by_turn(name):
+    """A draft that hardly agrees, which is left out and tried again: texts by rejection show every depth."""
+    target = tiny("llama", seed=1, vocab_size=64, initializer_range=0.5)
+    draft = tiny("llama", seed=5, vocab_size=64, initializer_range=0.5)
+    plain = sb.load(target, draft, engine="plain", check=False)
+    compiled = sb.load(target, draft, engine="compiled", check=False)
+    prompts = [[3, 1, 4], [1, 5], [9], [2, 6, 5, 3]]
+    options = {"seed": 4, "max_new_tokens": 40, "eos_token_id": []}
+    method = BY_REJECTION[name]
+    together = [one.tokens for one in sb.generate(compiled, prompts, method, **options)]
+    alone = [sb.generate(compiled, prompt, method, **options)[0].tokens for prompt in prompts]
+    assert together == alone
+    assert [one.tokens for one in sb.generate(plain, prompts, method, **options)] == together
+    shapes = [turn.shape.depth for turn in sb.turns_of(compiled, prompts[0], method, **options)]
+    assert 0 in shapes
+    assert max(shapes[shapes.index(0) :]) > 0
 
 
 @pytest.mark.parametrize("part", [Thompson(most=4), SureDraft(0.0, most=4)], ids=lambda one: type(one).__name__)

@@ -28,6 +28,7 @@ from specbeam.recipes.depth import (
     cost_of_layer,
     depth_by_cost,
     depth_by_sizes,
+    has_curve,
     is_dear,
     paces_of,
     text_depends_on_depth,
@@ -39,7 +40,7 @@ ControllerName = Literal[
     "auto", "fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost", "latency", "beta_ts",
     "calibration_ts",
 ]  # fmt: skip
-MANY_NODES = 16  # more rows than these cost very different times on different machines
+MANY_NODES = 8  # more rows than these cost very different times on different machines
 MakeController = Callable[[LM | None, LM | None], Controller]  # takes the target and the draft model
 MakeDrafter = Callable[[LM | None, LM | None], Drafter]  # takes the target and the draft model
 
@@ -117,8 +118,9 @@ def controller_maker(
     """Return a function that makes the controller of these drafts from the target and the draft model.
 
     The controller "auto" plans the depth by past acceptance and by the sizes of passes. If texts do not depend on drafts, it
-    takes measured costs for an expensive draft model (`is_dear`) and for trees of more than `MANY_NODES` nodes, and stops
-    drafting where decoding without drafts is measured to be faster. Drafts whose layers have no sizes keep the fixed shape.
+    takes measured costs for an expensive draft model (`is_dear`), for more than `MANY_NODES` nodes, and without a draft
+    model; and with one it stops drafting where decoding without drafts is measured to be faster. Drafts whose layers have
+    no sizes keep the fixed shape.
 
     Raises `BadSetting` if `choice` is neither a name nor a part, or if these drafts cannot follow the controller.
 
@@ -161,8 +163,9 @@ def controller_maker(
         def make(target: LM | None, draft: LM | None) -> Controller:
             planned: FixedShape | DepthByCost = in_one_shape
             if drafts.layers:
-                is_costly = drafts.nodes > MANY_NODES or (draft is not None and is_dear(draft, target))
-                planned = by_cost(target, draft) if is_costly and not alone else by_sizes(target, draft)
+                may_be_timed = not alone and has_curve(target)
+                varies = drafts.nodes > MANY_NODES or draft is None or is_dear(draft, target)
+                planned = by_cost(target, draft) if may_be_timed and varies else by_sizes(target, draft)
             if draft is None:
                 return planned
             return DraftsIfFaster(planned, drafting, paces_of(target, draft))

@@ -45,7 +45,6 @@ FREE = CostCurve((1,), (0.0,))  # cost of drafts without a draft model
 # a seed may depend on it. The values are those of plain vectors (AVX-512, 100 M parameters) in 8 bits, between those in
 # float32 (2.05 for 8 rows, 3.8 for 16) and of tiles and GPUs (1.15 and 1.3): see measurements/methods.md.
 ROWS = CostCurve((1, 8, 16), (1.0, 1.5, 2.4))
-ROWS_ON_GPU = CostCurve((1, 64), (1.0, 1.2))  # for texts that do not depend on it
 
 
 def check_depth(depth: Depth) -> None:
@@ -147,13 +146,11 @@ def depth_by_sizes(
     So a seed gives the same text in every engine and whatever the load of the machine; see `depth_by_cost`.
 
     Args:
-        alone, width: as in `DepthByCost`. If plans of one session may depend on others, they may depend on the device, too.
+        alone, width: as in `DepthByCost`.
         models: number of draft models, of about equal sizes.
     """
-    is_on_gpu = getattr(getattr(target, "device", None), "type", "cpu") != "cpu"
-    rows = ROWS_ON_GPU if is_on_gpu and not alone else ROWS
     draft_pass = CostCurve((1,), (models * share_read(draft, target),))
-    return DepthByCost(rows, draft_pass, beams, layers, most, width=width, alone=alone)
+    return DepthByCost(ROWS, draft_pass, beams, layers, most, width=width, alone=alone)
 
 
 def share_read(draft: LM | None, target: LM | None) -> float:
@@ -282,6 +279,11 @@ def _target_curve(target: LM | None, draft: LM | None) -> CostCurve:
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, ExitLM):
         return whole
     return rest_curve(whole, _curve(draft, "draft"), len(layers_of(target.known)), draft.layer.after)
+
+
+def has_curve(lm: LM | None) -> bool:
+    """Return whether the costs of a model's passes are measured, or stated by the model itself."""
+    return getattr(lm, "cost_curve", None) is not None or isinstance(lm, (HuggingFaceLM, HeadLM, SkippingLM))
 
 
 def _curve(lm: LM | None, role: str) -> CostCurve:

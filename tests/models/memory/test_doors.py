@@ -1,7 +1,7 @@
 """Models with memory by the doors that users have: real engines, recipes, batches, folders, and what is refused."""
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 import specbeam as sb
 from specbeam.core.forest import Forest
-from specbeam.core.records import Needs
+from specbeam.core.records import Needs, Shape
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
 from specbeam.errors import BadHead, BadSetting, MissingFile, NotSupported
@@ -60,6 +60,32 @@ def test_texts_are_those_of_the_definition_whatever_drafts(pair):
         assert [answer.tokens for answer in answers] == expected, name
         assert "read in segments of 5 tokens" in answers[0].report.law
     assert loaded.target.caches == []
+    assert loaded.draft.caches == []
+
+
+@dataclass(frozen=True)
+class Seldom:
+    """A controller that drafts in every twelfth turn only, so after more tokens than two segments of the draft hold."""
+
+    largest = Shape(2, 2)
+
+    def plan(self, session):
+        drafts = session.count.target_passes % 12 == 0
+        return Shape(min(2, session.remaining - 1) if drafts else 0, 2)
+
+    def settle(self, session, turn):
+        pass
+
+
+def test_a_draft_with_memory_may_be_left_out_for_longer_than_a_segment(pair):
+    loaded, recall, draft_recall = pair
+    expected = [Naive(loaded.target_model, recall, PLAN).greedy(prompt, 30) for prompt in PROMPTS]
+    remembering = sb.hmt(loaded, (PLAN, recall), draft_memory=(MemoryPlan(4, 1), draft_recall))
+    method = sb.rsd_s(2, 2, controller=Seldom())
+    options = {"max_new_tokens": 30, "eos_token_id": [], "temperature": 0}
+    answers = sb.generate(remembering, PROMPTS, method, **options)
+    assert [answer.tokens for answer in answers] == expected
+    assert all(answer.report.draft_passes > 4 for answer in answers)
     assert loaded.draft.caches == []
 
 
