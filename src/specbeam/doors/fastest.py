@@ -39,8 +39,8 @@ class FastestMethod:
 def candidates(has_draft: bool) -> dict[str, Callable[[], Method]]:
     """Return a short list of exact methods for one sequence, by name, including those with a draft model if there is one.
 
-    Each is the best of its kind on some pair (docs/block_efficiency.md). Their drafts have a fixed shape; whether drafts
-    pay at all is measured here.
+    Each is the best of its kind on some pair (docs/block_efficiency.md). Draft models make drafts of a fixed shape; whether
+    these pay at all is measured here.
     """
     without_draft: dict[str, Callable[[], Method]] = {
         "sampling": sampling,

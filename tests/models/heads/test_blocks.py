@@ -174,8 +174,8 @@ METHODS = {
     "beams": sb.dsbd(3, 5, 3),
     "deeper than a block": sb.dsbd(2, 3, 5),
     "beams by rejection": sb.dsbd(3, 5, 3, coupling="rejection"),
-    "chain": sb.speculative_sampling(3),
-    "tree": sb.specinfer((2, 2)),
+    "chain": sb.speculative_sampling(3, controller="fixed"),
+    "tree": sb.specinfer((2, 2), controller="fixed"),
     "search": sb.speculative_beam_search(3, 5, depth=3),
 }
 

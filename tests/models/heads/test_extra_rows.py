@@ -53,9 +53,9 @@ METHODS = {
     "deeper than the head": sb.dsbd(2, 3, 5),
     "beams by rejection": sb.dsbd(3, 5, 3, coupling="rejection"),
     "search": sb.speculative_beam_search(3, 5, depth=2),
-    "chain": sb.speculative_sampling(3),
-    "tree": sb.specinfer((2, 2)),
-    "tree that is cut": sb.opt_tree(4, 3),
+    "chain": sb.speculative_sampling(3, controller="fixed"),
+    "tree": sb.specinfer((2, 2), controller="fixed"),
+    "tree that is cut": sb.opt_tree(4, 3, controller="fixed"),
 }
 
 
@@ -109,7 +109,7 @@ def test_every_tree_gives_the_text_of_sampling(tree, kind, temperature, model):
 def test_a_text_that_goes_on_from_a_node_without_rows_has_no_draft_next_and_that_is_counted(kind, model):
     """With `least` of 1 only roots have rows. A head with the target's own law as its first law has drafts accepted."""
     pair = Pair(model, None, None, HuggingFaceLM(model, engine="compiled"), ExtraLM(extra_head(model, kind), VOCAB))
-    method = MAKE[kind](30, 1, tree="measured", least=1.0)
+    method = MAKE[kind](30, 1, tree="measured", least=1.0, controller="fixed")
     settings = Settings.given({"max_new_tokens": 40, "eos_token_id": []}, None)
     (session,) = Request.of(pair, [PROMPTS[0]], method, settings, 5).sessions
     draft = pair.draft.choosing(1.0)

@@ -231,7 +231,7 @@ class CheckedModules(Checked, ModulesLM):
 METHODS = {
     "beams": sb.dsbd(3, 5, 4),
     "beams by rejection": sb.dsbd(3, 5, 4, coupling="rejection"),
-    "chain": sb.mtp(4, 4),
+    "chain": sb.mtp(4, 4, controller="fixed"),
     "tree": sb.specinfer((2, 2, 1), controller="fixed"),
     "search": sb.speculative_beam_search(3, 5, depth=3),
     "best trees": sb.opt_tree(9, 4, controller="fixed"),

@@ -82,7 +82,7 @@ class CheckedMasks(Comparing, MaskLM):
 MASK_METHODS = {
     "beams by rejection": sb.dsbd(3, 5, 3, coupling="rejection"),
     "deeper than a block": sb.dsbd(2, 3, 5),
-    "tree": sb.specinfer((2, 2)),
+    "tree": sb.specinfer((2, 2), controller="fixed"),
 }
 
 
@@ -113,7 +113,7 @@ def test_mask_rows_take_one_pass_a_turn(model):
     (found,) = sb.generate(
         pair_of(model, head, "plain"),
         [[5, 6, 7]],
-        sb.speculative_sampling(3),
+        sb.speculative_sampling(3, controller="fixed"),
         max_new_tokens=12,
         seed=1,
         eos_token_id=[],

@@ -41,7 +41,7 @@ def acceptance(pair: Pair, prompts: Iterable[Prompt], children: int = 8, seed: i
         children: number of draft tokens under the last token.
         options: as for `specbeam.generate`.
     """
-    flat = sequoia(children, 1, acceptance=[1 / children] * children, cost=None)
+    flat = sequoia(children, 1, acceptance=[1 / children] * children, cost=None, controller="fixed")
     counts = np.zeros(children + 1)  # the last entry counts the nodes that accepted no child
     for prompt in prompts:
         for turn in turns_of(pair, prompt, flat, seed=seed, **options):

@@ -82,14 +82,14 @@ def contenders(
         "spechub": hub if budget > 5 else {},
         "traversal": _each(sb.traversal, counts, fixed),
         "traversal, best and one": _each(best_and_one, counts, fixed),
-        "multi_draft": {f"2 x {half}": partial(sb.multi_draft, [], (1,) * half)},
+        "multi_draft": {f"2 x {half}": partial(sb.multi_draft, [], (1,) * half, **fixed)},
         "opt_tree": {nodes: partial(sb.opt_tree, budget, 8, **fixed)},
         "dyspec": {nodes: partial(sb.dyspec, budget, 8, **fixed)},
         "gsd": {nodes: partial(sb.gsd, 5, 3, 0, budget, **fixed)},
         "propd": {nodes: partial(sb.propd, budget, 6, **fixed)},
-        "prompt_lookup": {f"{budget}": partial(sb.prompt_lookup, budget)},
-        "suffix_match": {f"{budget}": partial(sb.suffix_match, budget)},
-        "token_recycling": {nodes: partial(sb.token_recycling, 6, None, 8, budget)},
+        "prompt_lookup": {f"{budget}": partial(sb.prompt_lookup, budget, **fixed)},
+        "suffix_match": {f"{budget}": partial(sb.suffix_match, budget, **fixed)},
+        "token_recycling": {nodes: partial(sb.token_recycling, 6, None, 8, budget, **fixed)},
     }
     if head is not None:
         del found["multi_draft"]
@@ -115,9 +115,9 @@ def of_paper(name: str, budget: int) -> dict[str, dict[str, Callable[[], Method]
     }
     if name in trees:
         make, depth = trees[name]
-        return {name: {f"{budget} nodes": partial(make, budget, depth)}}
+        return {name: {f"{budget} nodes": partial(make, budget, depth, controller="fixed")}}
     if name == "specdiff":
-        return {name: {f"{min(budget, 5)}": partial(sb.specdiff, 1, min(budget, 5))}}
+        return {name: {f"{min(budget, 5)}": partial(sb.specdiff, 1, min(budget, 5), controller="fixed")}}
     if name == "eesd":
         return {name: {f"{min(budget, 8)}": partial(sb.eesd, min(budget, 8))}}
     return {}

@@ -103,5 +103,5 @@ def methods_of(plan: HostPlan) -> dict[str, sb.Method]:
         "beam_search": sb.beam_search(plan.beams),
         "speculative_beam_search": sb.speculative_beam_search(plan.beams, **drafts),
         "sampling": sb.sampling(),
-        "speculative_sampling": sb.speculative_sampling(plan.depth),
+        "speculative_sampling": sb.speculative_sampling(plan.depth, controller="fixed"),
     }

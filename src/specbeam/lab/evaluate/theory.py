@@ -124,7 +124,7 @@ def verifiers() -> dict[str, Method]:
     """Return the methods whose acceptance is compared with the optimum for their drafts: two drafts under each node."""
     return {
         "specinfer": specinfer((2, 2), controller="fixed"),
-        "multi_draft": multi_draft([], (1, 1)),
+        "multi_draft": multi_draft([], (1, 1), controller="fixed"),
         "rsd_c": rsd_c((2, 2), controller="fixed"),
         "traversal": traversal((2, 2), controller="fixed"),
         "spechub": spechub(2, controller="fixed"),
