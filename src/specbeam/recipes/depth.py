@@ -149,7 +149,8 @@ def depth_by_sizes(
         alone, width: as in `DepthByCost`.
         models: number of draft models, of about equal sizes.
     """
-    draft_pass = CostCurve((1,), (models * share_read(draft, target),))
+    share = models * share_read(draft, target)
+    draft_pass = CostCurve(ROWS.nodes, tuple(share * seconds for seconds in ROWS.seconds))
     return DepthByCost(ROWS, draft_pass, beams, layers, most, width=width, alone=alone)
 
 

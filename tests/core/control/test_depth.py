@@ -367,7 +367,8 @@ def test_no_clock_is_asked_where_texts_depend_on_the_depth(rule, models, sized, 
     assert bool(asked) == (rule == "match")
     assert plan.alone == (rule != "match")
     if rule != "match":
-        assert plan == DepthByCost(ROWS, CostCurve((1,), (0.6,)), 1, (1,), 5, alone=True)
+        draft_s = CostCurve((1, 8, 16), (0.6, 0.6 * 1.5, 0.6 * 2.4))
+        assert plan == DepthByCost(ROWS, draft_s, 1, (1,), 5, alone=True)
 
 
 def test_depths_by_what_passes_read_are_those_that_pay(models, sized, monkeypatch):
