@@ -83,7 +83,7 @@ def layers_within(nodes: int, top: int, depth: int) -> tuple[int, ...]:
     >>> layers_within(24, 4, 5)
     (4, 16, 4, 0, 0)
     """
-    layers = []
+    layers: list[int] = []
     for layer in range(1, depth + 1):
         layers.append(min(top**layer, nodes - sum(layers)))
     return tuple(layers)
