@@ -522,7 +522,7 @@ class HuggingFaceLM:
         """Which matrices of a GGUF file keep their bits, and which are widened; "" for other models."""
         return weights_note_of(self.known)
 
-    @property
+    @cached_property
     def bytes_read(self) -> int:
         """The assumed number of bytes of weights that a pass reads: two for each weight, fewer if weights are rounded.
 
