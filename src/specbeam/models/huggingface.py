@@ -190,6 +190,10 @@ class HuggingFaceLM:
         found: PreTrainedModel = whole(self.given_model)
         return found
 
+    @model.setter
+    def model(self, model: "PreTrainedModel") -> None:
+        self.given_model = model
+
     @property
     def known(self) -> Any:
         """The model object, or its stand-in as long as nobody has needed the object: for its settings and weights."""
