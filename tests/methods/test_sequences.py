@@ -202,7 +202,7 @@ def test_recycling_learns_saves_and_loads(tmp_path):
 
     memory = Successors.empty(4, 2)
     for _ in range(2):
-        parts = sb.token_recycling(4, memory).parts(TableLM(law))
+        parts = sb.token_recycling(4, memory, controller="fixed").parts(TableLM(law))
         session = session_of(sb.Method("", "", 1, lambda *_, p=parts: p), None, steps=24, warp=Warp(greedy=True))
         turns = run(session, TableLM(law))
     assert len(turns) <= 6
