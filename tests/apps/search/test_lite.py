@@ -89,7 +89,7 @@ def test_a_search_ends_at_the_first_finished_text_of_enough_value(pair):
 
     results = sb.lite_search(
         pair, PROMPTS, value, "speculative_sampling", budget=3000, on_progress=lambda n, r: seen.append((n, r.spent)),
-        **SETTINGS,
+        **(SETTINGS | {"seed": 4}),
     )  # fmt: skip
     for number, result in enumerate(results):
         check_tree(result, 3000)
