@@ -1,5 +1,6 @@
 """Records that people read: short representations, dictionaries, tables for notebooks and pandas."""
 
+import inspect
 import json
 import math
 import sys
@@ -9,7 +10,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.core.records import Beam, Generation, Report
-from specbeam.errors import NotSupported
+from specbeam.errors import BadSetting, MissingPackage
 from tests.support.loops import PROMPTS, pair
 
 __all__ = ["pair"]  # a fixture
@@ -67,7 +68,34 @@ def test_answers_become_tables(answer, pair):
     assert sb.to_pandas(outs)["tokens"].tolist() == [len(out.beams[0].tokens) for out in outs]
 
 
+@pytest.mark.parametrize("method", [sb.beam_search(3), sb.dsbd(3, 4, 2), sb.sampling()], ids=lambda one: one.name)
+def test_a_table_has_a_row_of_its_own_for_each_return_sequence(pair, method):
+    pytest.importorskip("pandas")
+    outs = sb.generate(pair, PROMPTS, method, num_return_sequences=2, max_new_tokens=6, seed=1)
+    rows = sb.to_pandas(outs)
+    assert rows["prompt"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert rows["text"].tolist() == [out.text for out in outs]
+    assert rows["tokens"].tolist() == [len(out.tokens) for out in outs]
+    assert [out.sequence for out in outs] == [0, 1] * 3
+    beams = sb.to_pandas(outs, beams=True)
+    listed = outs if method.beams == 1 else outs[::2]
+    assert beams["score"].tolist() == [beam.score for out in listed for beam in out.beams]
+    if method.name == "beam_search":
+        assert rows["score"].tolist() == [out.beams[out.sequence].score for out in outs]
+
+
+def test_a_table_of_something_else_says_what_it_takes(answer):
+    pytest.importorskip("pandas")
+    to_pandas = inspect.unwrap(sb.to_pandas)  # without the tests' own check of types
+    with pytest.raises(BadSetting, match=r"element 1 is a Beam; pandas.DataFrame\(beams\) makes a table of beams"):
+        to_pandas([answer, answer.beams[0]])
+    with pytest.raises(BadSetting, match="element 0 is None; this prompt failed; leave it out"):
+        to_pandas([None, answer])
+    with pytest.raises(BadSetting, match="element 0 is a str; give the list that generate returned"):
+        to_pandas("text")
+
+
 def test_without_pandas_a_sentence_says_what_to_install(answer, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(NotSupported, match=r"to_pandas needs pandas: pip install 'specbeam\[pandas\]'"):
+    with pytest.raises(MissingPackage, match=r"to_pandas needs pandas: pip install 'specbeam\[pandas\]'"):
         sb.to_pandas(answer)

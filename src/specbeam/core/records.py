@@ -354,6 +354,12 @@ class Generation:
     report: Report
     prompt: list[int]
     trace: Any = None  # the turns (doors/trace.py), if the method records them, such as `dsbd(trace=True)`
+    sequence: int = 0  # number of the answer among those of its prompt, below `num_return_sequences`
+
+    @property
+    def beam(self) -> Beam:
+        """The beam of this text."""
+        return next(beam for beam in self.beams if beam.tokens == self.tokens)
 
     def __repr__(self) -> str:
         beams = f", {len(self.beams)} beams" if len(self.beams) > 1 else ""

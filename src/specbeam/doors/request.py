@@ -1,5 +1,6 @@
 """The sessions of a planned call and their answers."""
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import Any
 
@@ -158,7 +159,9 @@ class Request:
         answer = beams[number]
         report = replace(session.report(len(answer.tokens)), other_beams=others)
         trace = self.traces.get(session.place)
-        return Generation(answer.text, answer.tokens, beams, report, session.prompt, trace)
+        first_place = bisect_left(self.prompt_of, self.prompt_of[session.place])
+        sequence = (session.place - first_place) * self.answers_per_session + number
+        return Generation(answer.text, answer.tokens, beams, report, session.prompt, trace, sequence)
 
 
 def _session(plan: CallPlan, place: int, text: PlannedText) -> Session:
