@@ -1,14 +1,20 @@
 """Loading pairs: side by side in threads, and options that are refused before anything is read."""
 
+import inspect
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 import specbeam as sb
-from specbeam.errors import MissingFile, MissingPackage
+from specbeam.errors import BadSetting, MissingFile, MissingPackage, VocabularyMismatch
 from specbeam.models.pair import BUNDLED
 from tests.support.checking import refused
+from tests.support.tiny_models import tiny
 from tests.support.tiny_sources import tiny_reader
 
 
@@ -103,3 +109,52 @@ def test_a_translator_with_sentencepiece_files_translates(pieces, tmp_path):
     (one,) = sb.generate(pair, "ein Hund", sb.beam_search(2), max_new_tokens=6)
     assert pair.tokenizer("ein Hund").input_ids[-1] == 2
     assert one.text == pair.tokenizer.decode(one.tokens, skip_special_tokens=True)
+
+
+def test_a_model_in_place_of_a_pair_is_told_to_load():
+    model = sb.load("bundled").draft_model
+    calls = [
+        lambda: inspect.unwrap(sb.generate)(model, "Tom ist hier."),
+        lambda: next(inspect.unwrap(sb.stream)(model, "Tom ist hier.")),
+        lambda: next(inspect.unwrap(sb.turns_of)(model, "Tom ist hier.")),
+        lambda: inspect.unwrap(sb.best)(model, "Tom ist hier."),
+        lambda: inspect.unwrap(sb.lite_search)(model, "Tom ist hier.", lambda texts: [0.5 for _ in texts]),
+        lambda: inspect.unwrap(sb.transcribe)(model, np.zeros(1600, dtype=np.float32)),
+    ]
+    for call in calls:
+        with pytest.raises(BadSetting, match=r"pair is of type LlamaForCausalLM; give the pair that sb\.load returned"):
+            call()
+
+
+def test_bundled_names_the_models_and_the_tokenizer_that_come_with_specbeam(recwarn):
+    pair = sb.load("bundled")
+    other = sb.load(pair.target_model, draft="bundled", tokenizer="bundled")
+    assert other.tokenizer.get_vocab() == pair.tokenizer.get_vocab()
+    assert other.draft_model.num_parameters() == pair.draft_model.num_parameters()
+    assert not recwarn.list
+    stranger = tiny("llama", seed=1, vocab_size=61)
+    with pytest.raises(VocabularyMismatch, match="first difference: token"):
+        sb.load(stranger, draft="bundled", tokenizer=another_tokenizer())
+
+
+def another_tokenizer():
+    """A tokenizer of 61 words, none of them in the bundled vocabulary at the same place."""
+    words = Tokenizer(WordLevel({f"word{number}": number for number in range(61)}, unk_token="word0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sb.load("bundled", quantise="int8"), r"load\(\) has no option quantise \(did you mean quantize\?\)"),
+        (lambda: sb.load("bundled", torch_dtype="float32"), r"no option torch_dtype \(did you mean dtype\?\)"),
+        (lambda: sb.hmt("bundled", memry=3), r"hmt\(\) has no option memry \(did you mean memory\?\)"),
+        (lambda: sb.dsbd(4).with_parts(drafer=3), r"with_parts\(\) has no part drafer \(did you mean drafter\?\)"),
+        (lambda: inspect.unwrap(sb.load)(3), r"target is 3 of type int; give a path, a hub id, 'bundled' or a model of"),
+        (lambda: inspect.unwrap(sb.load)("bundled", [1]), r"draft is \[1\] of type list; give a path"),
+        (lambda: inspect.unwrap(sb.load)("bundled", tokenizer=3), "tokenizer is 3 of type int; .* or a tokenizer of"),
+    ],
+)
+def test_wrong_arguments_have_errors_that_name_them(call, message):
+    with pytest.raises(BadSetting, match=message):
+        call()

@@ -4,6 +4,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -24,7 +25,7 @@ from specbeam.doors.sources import as_prompts, source_length, sources_in
 from specbeam.doors.usual import usual_method
 from specbeam.engines.source import line_up, part
 from specbeam.errors import AuditWarning, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
-from specbeam.models.pair import Pair, load
+from specbeam.models.pair import Pair, as_pair
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
 
@@ -35,7 +36,7 @@ Prompt = str | Sequence[int]  # text or token ids; `generate` accepts more forms
 
 
 def generate(
-    pair: Pair | str,
+    pair: Pair | str | Path,
     prompts: Any,
     method: Method | str | None = None,
     *,
@@ -50,7 +51,7 @@ def generate(
     """Generate text for one or many prompts.
 
     Args:
-        pair: the models, from `load`; or "bundled", the pair that comes with specbeam.
+        pair: the models, from `load`; or a name or path for `load`, such as "bundled".
         prompts: one prompt or many: texts, token ids in lists, arrays or tensors, the output of a tokenizer, the messages of
             chats, or rows of data sets (docs/start.md lists all forms). For an encoder-decoder model, prompts are the inputs
             of its encoder; for a speech model, features: float[channels, frames].
@@ -76,8 +77,7 @@ def generate(
         BadPrompt, BrokenLaw, TooFewAnswers: the only prompt failed.
         SomeFailed: some of several prompts failed; the results of the others are in its `generations`.
     """
-    if isinstance(pair, str):
-        pair = load(pair)
+    pair = as_pair(pair)
     require(isinstance(audit, bool), "audit", audit, "True or False")
     request = _request(pair, prompts, method, options, generation_config, seed, audit)
     if streamer is not None:
@@ -101,7 +101,7 @@ def generate(
 
 
 def stream(
-    pair: Pair | str,
+    pair: Pair | str | Path,
     prompt: Any,
     method: Method | str | None = None,
     *,
@@ -116,8 +116,7 @@ def stream(
 
     The arguments and errors are those of `generate`, for one prompt with one return sequence.
     """
-    if isinstance(pair, str):
-        pair = load(pair)
+    pair = as_pair(pair)
     if pair.known("tokenizer") is None:
         raise NotSupported("streaming text needs a tokenizer; give load(tokenizer=...)")
     yield from pieces_of(_single_request(pair, prompt, method, options, generation_config, seed))
@@ -141,7 +140,7 @@ def pieces_of(request: Request) -> Iterator[str]:
 
 
 def turns_of(
-    pair: Pair,
+    pair: Pair | str | Path,
     prompt: Any,
     method: Method | str | None = None,
     *,
@@ -154,6 +153,7 @@ def turns_of(
     The arguments and errors are those of `generate`, for one prompt with one return sequence. The logits of a turn are
     valid until the next turn.
     """
+    pair = as_pair(pair)
     session = _single_request(pair, prompt, method, options, generation_config, seed).sessions[0]
     for turns in decode(pair.target, [session]):
         yield from (turn for _, turn in turns)

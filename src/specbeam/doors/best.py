@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from specbeam.core.decoder import Decoder
@@ -10,7 +11,7 @@ from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import Options, warper_names
 from specbeam.doors.request import Request
 from specbeam.errors import NotSupported, TooFewAnswers
-from specbeam.models.pair import Pair, load
+from specbeam.models.pair import Pair, as_pair
 from specbeam.recipes.best import LIMIT, WIDTH, Guesses, best_first
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class BestTexts(Iterator[Beam]):
 
 
 def best(
-    pair: Pair | str,
+    pair: Pair | str | Path,
     prompt: Any,
     n: int | None = None,
     *,
@@ -84,7 +85,7 @@ def best(
     target scores many prefixes in a pass: the best ones, and those that a draft expects to come next.
 
     Args:
-        pair: the models, from `load`; or "bundled".
+        pair: the models, from `load`; or a name or path for `load`.
         prompt: one prompt, in any form that `generate` takes.
         n: number of texts; None: as many as you take, within `limit`.
         limit: maximum number of prefixes that the target scores, which bounds time and memory. At the limit, the best texts
@@ -105,8 +106,7 @@ def best(
         BadSetting, NotSupported: an option is wrong, or leaves the scores of prefixes without a bound.
         TooFewAnswers: no text ended within the limits.
     """
-    if isinstance(pair, str):
-        pair = load(pair)
+    pair = as_pair(pair)
     settings = best_settings(options, generation_config)
     method = best_first(n, limit, width, drafter=drafter)
     request = Request.of(pair, prompt, method, settings)

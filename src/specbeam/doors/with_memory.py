@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbeam.core.lm import LM
+from specbeam.core.names import refusing_unknown
 from specbeam.doors.sources import require_prompts
 from specbeam.errors import BadSetting
 from specbeam.models.huggingface import HuggingFaceLM
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+@refusing_unknown("option")
 def hmt(
     pair: "Pair | str | Path | PreTrainedModel",
     memory: "str | Path | tuple[MemoryPlan, Recall] | None" = None,

@@ -13,6 +13,7 @@ from specbeam.models.huggingface import vocab_of as vocab_of
 from specbeam.models.loading.models import load_model as load_model
 from specbeam.models.loading.models import name_or_path as name_or_path
 from specbeam.models.loading.tokenizers import read_tokenizer as read_tokenizer
+from specbeam.models.pair import as_pair as as_pair
 from specbeam.models.skipping import SkippingLM as SkippingLM
 from specbeam.models.skipping import skipping_model as skipping_model
 from specbeam.models.sublayers import Sublayers as Sublayers

@@ -1,9 +1,11 @@
 """`load`, and the pair of target and draft model with their tokenizer that it returns."""
 
+import reprlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.garbage import rarely_collected
 from specbeam.core.lm import LM
+from specbeam.core.names import refusing_unknown
 from specbeam.doors.progress import show_compilation
 from specbeam.engines.choices import Quantize, check_is_model, check_kv, check_what_runs
 from specbeam.engines.cpu.cache_words import KVType
@@ -38,7 +41,8 @@ from specbeam.models.loading.language_models import (
     language_model,
     placed_language_model,
 )
-from specbeam.models.loading.models import device_of, model_of, name_or_path
+from specbeam.models.loading.models import BUNDLED as BUNDLED
+from specbeam.models.loading.models import bundled_folder, device_of, model_of, name_or_path
 from specbeam.models.loading.spread import check_before_spreading, check_spread, has_encoder
 from specbeam.models.loading.tokenizers import read_tokenizer
 from specbeam.models.loading.vocabularies import tokens_in_common
@@ -49,8 +53,6 @@ from specbeam.models.stand_ins import at_hand, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-BUNDLED = Path(__file__).parents[1] / "bundled"
 
 
 class LoadedWhenRead:
@@ -161,6 +163,21 @@ for _name in ("target_model", "draft_model", "tokenizer"):
     setattr(Pair, _name, LoadedWhenRead(_name))
 
 
+def as_pair(pair: Any) -> Pair:
+    """Return a pair unchanged, or load the pair of a name or path.
+
+    Raises `BadSetting` for anything else, such as a model: each call would check and prepare it again.
+    """
+    if isinstance(pair, Pair):
+        return pair
+    if isinstance(pair, (str, Path)):
+        return load(pair)
+    raise BadSetting(
+        f"pair is of type {type(pair).__name__}; give the pair that sb.load returned, such as pair = sb.load(model), or a "
+        "name or path for sb.load"
+    )
+
+
 def _said(lm: Any) -> str:
     """Return the class, the size and the engine of a model, as far as they are known."""
     if isinstance(lm, ChainLM):
@@ -171,7 +188,30 @@ def _said(lm: Any) -> str:
     return f"{lm.model_name} ({', '.join(facts)})"
 
 
-@rarely_collected()
+def _check_kind(name: str, source: object, kinds: tuple[type, ...]) -> None:
+    """Raise `BadSetting` if an argument of `load` is neither a name nor an object of these kinds."""
+    if not isinstance(source, kinds):
+        what = "a tokenizer" if name == "tokenizer" else "a model"
+        raise BadSetting(
+            f"{name} is {reprlib.repr(source)} of type {type(source).__name__}; give a path, a hub id, 'bundled' or {what} "
+            "of transformers"
+        )
+
+
+# Arguments of `load` by their names in transformers and vLLM.
+_ELSEWHERE = {
+    "model": "target",
+    "assistant_model": "draft",
+    "draft_model": "draft",
+    "torch_dtype": "dtype",
+    "quantization": "quantize",
+    "quantization_config": "quantize",
+    "load_in_8bit": "quantize",
+    "load_in_4bit": "quantize",
+}
+
+
+@refusing_unknown("option", _ELSEWHERE, rarely_collected)
 def load(
     target: "str | Path | PreTrainedModel",
     draft: "str | Path | PreTrainedModel | Skipping | None" = None,
@@ -210,7 +250,7 @@ def load(
             - for an encoder-decoder target: another encoder-decoder model, which shares the target's encoder if both
               encoders have equal weights; a decoder without an encoder (`WhisperForCausalLM`); or a causal language model,
               which does not see the source.
-        tokenizer: a path, a hub id or an object; None: the target's tokenizer; False: none, for prompts of token ids.
+        tokenizer: a path, a hub id, "bundled" or an object; None: the target's tokenizer; False: none, for prompts of token ids.
         dtype: "auto" is the checkpoint's type on a GPU. On a CPU, arithmetic is in float32, and so are the weights of models
             of up to 300 M parameters. If the compiled forward runs a larger model, its weights stay in memory-mapped files,
             and only the engine's copy takes memory: as much as the files (less if rounded), and about 200 MB more while it
@@ -263,7 +303,7 @@ def load(
             bfloat16 numbers computes likewise. None: float32.
 
     Raises:
-        BadSetting: an option is wrong.
+        BadSetting: an option is wrong or unknown.
         MissingFile: a model or tokenizer is missing, or the path holds something else.
         BadCheckpoint: a model's files are broken, lack tensors, do not fit the configuration, or hold weights that are not
             finite.
@@ -278,14 +318,17 @@ def load(
     """
     show_compilation()
     if isinstance(target, str) and target == "bundled":
-        target = BUNDLED / "target"
-        draft = draft or BUNDLED / "draft"
-    if isinstance(draft, str) and draft == "bundled":
-        draft = BUNDLED / "draft"
+        draft = draft or "bundled"
+    target = bundled_folder(target, "target")
+    draft = bundled_folder(draft, "draft")
+    tokenizer = bundled_folder(tokenizer, "target")
     torch_device = device_of(device)
     check_options(quantize, share_from)
     check_options(quantize_draft, share_from, "quantize_draft")
     check_is_model(draft)
+    _check_kind("draft", draft, (str, Path, torch.nn.Module, Skipping, NoneType))
+    if tokenizer is not None and tokenizer is not False and not callable(tokenizer):
+        _check_kind("tokenizer", tokenizer, (str, Path))
     check_kv(kv)
     check_what_runs(engine, compute, quantize, compile, device_map, tensor_parallel)
     run_by: str = compute or engine
@@ -311,6 +354,7 @@ def load(
         given_of_draft = {"quantize_draft": quantize_draft, "draft_vocab": draft_vocab}
         draft_dtype = "auto" if isinstance(target, str) else dtype
         return Pair(*served_models(opened, draft, tokenizer, draft_dtype, torch_device, of_draft, **given_of_draft))
+    _check_kind("target", target, (str, Path, torch.nn.Module))
     if is_spread:
         check_spread(target, quantize, compile, device_map, tensor_parallel, kv)
     if tensor_parallel:

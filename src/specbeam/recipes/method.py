@@ -4,12 +4,11 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
 from typing import Any, ParamSpec
 
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
-from specbeam.core.names import SETTINGS_ELSEWHERE, hint
+from specbeam.core.names import SETTINGS_ELSEWHERE, refusing_unknown
 from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part, law_of
 
 
@@ -90,6 +89,7 @@ class Method:
                 f"beams={most}, or pass a rule for beams, such as sb.verify.BeamRule"
             )
 
+    @refusing_unknown("part")
     def with_parts(
         self,
         drafter: Drafter | None = None,
@@ -187,18 +187,7 @@ def _meanings_in(text: str) -> dict[str, str]:
 
 def recipe(make: Callable[Given, Method]) -> Callable[Given, Method]:
     """Return a recipe whose unknown settings raise `BadSetting` with the known ones."""
-    known = inspect.signature(make).parameters
-
-    @wraps(make)
-    def checked(*given: Given.args, **named: Given.kwargs) -> Method:
-        for name in named:
-            if name not in known:
-                settings = ", ".join(known) or "none"
-                near = hint(name, known, SETTINGS_ELSEWHERE)
-                raise BadSetting(f"{make.__name__}() has no setting {name}{near}; it has {settings}")
-        return make(*given, **named)
-
-    return checked
+    return refusing_unknown("setting", SETTINGS_ELSEWHERE)(make)
 
 
 def require_at_least_one(**values: int) -> None:

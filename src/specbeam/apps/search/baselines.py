@@ -4,16 +4,17 @@ from pathlib import Path
 from typing import Any
 
 from specbeam import Method, Pair
-from specbeam.apps.search.grow import GrowingTrees, Wish, as_pair, given_seed, require_counts, require_odds
+from specbeam.apps.search.grow import GrowingTrees, Wish, given_seed, require_counts, require_odds
 from specbeam.apps.search.tree import OPEN, SearchResult
 from specbeam.apps.search.value import Value, as_value
+from specbeam.models import as_pair
 from specbeam.recipes import resolve
 
 WHOLE = 2**30  # maximum number of tokens of a step that is a whole text
 
 
 def best_of(
-    pair: Pair | str,
+    pair: Pair | str | Path,
     prompts: Any,
     value: "Value | str | Path",
     count: int,
@@ -53,7 +54,7 @@ def best_of(
 
 
 def step_beams(
-    pair: Pair | str,
+    pair: Pair | str | Path,
     prompts: Any,
     value: "Value | str | Path",
     width: int,

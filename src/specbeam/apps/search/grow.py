@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam import Method, Pair, load
+from specbeam import Method, Pair
 from specbeam.apps.search.draws import Draw, Drawn, drawn, seed_of
 from specbeam.apps.search.tree import CLOSED, CUT_OFF, FINISHED, OPEN, Node, SearchResult
 from specbeam.apps.search.value import Value, checked_values
@@ -285,11 +285,6 @@ def given_seed(seed: int | None) -> int:
     """Return the seed of a search; a random one for None."""
     require(seed is None or is_integer(seed), "seed", seed, "an integer, or None for a random seed")
     return int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else abs(int(seed))
-
-
-def as_pair(pair: Pair | str) -> Pair:
-    """Return the models of a search: `pair` itself, or the pair loaded by name."""
-    return load(pair) if isinstance(pair, str) else pair
 
 
 def require_counts(**counts: object) -> None:

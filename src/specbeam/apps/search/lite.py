@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specbeam import Method, Pair
-from specbeam.apps.search.grow import GrowingTrees, Wish, as_pair, given_seed, is_number, require_counts, require_odds
+from specbeam.apps.search.grow import GrowingTrees, Wish, given_seed, is_number, require_counts, require_odds
 from specbeam.apps.search.tree import CLOSED, OPEN, BudgetRule, SearchResult, calibrated
 from specbeam.apps.search.value import Value, as_value
 from specbeam.doors import require
 from specbeam.errors import one_of
+from specbeam.models import as_pair
 from specbeam.recipes import resolve
 
 
 def lite_search(
-    pair: Pair | str,
+    pair: Pair | str | Path,
     prompts: Any,
     value: "Value | str | Path",
     method: Method | str = "sampling",
@@ -49,7 +50,7 @@ def lite_search(
     text whose value reaches the threshold.
 
     Args:
-        pair: the models, from `load`; or "bundled".
+        pair: the models, from `load`; or a name or path for `load`.
         prompts: one prompt or many, as for `generate`. The searches share passes of the models and calls of the value
             function.
         value: a function that takes a list of texts, each a prompt with the steps so far, and returns a number in [0, 1] for

@@ -16,7 +16,6 @@ from specbeam import (
     Pair,
     beam_search,
     generate,
-    load,
     sampling,
     speculative_beam_search,
     speculative_sampling,
@@ -37,7 +36,7 @@ from specbeam.doors import (
 )
 from specbeam.engines import Source
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.models import EncoderDecoderLM, hub_lookups, reading
+from specbeam.models import EncoderDecoderLM, as_pair, hub_lookups, reading
 from specbeam.recipes import resolve
 
 if TYPE_CHECKING:
@@ -243,7 +242,7 @@ def transcribe(
     require(is_integer(batch_size) and batch_size >= 1, "batch_size", batch_size, "an integer of at least 1")
     audios = audio if isinstance(audio, (list, tuple)) and not _is_samples(audio) else [audio]
     sounds = [read_audio(one, rate) for one in audios]
-    models = pair if isinstance(pair, Pair) else load(pair)
+    models = as_pair(pair)
     listener_of(models)
     thresholds = thresholds_of(
         models.target_model.generation_config,

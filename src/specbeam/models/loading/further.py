@@ -14,7 +14,7 @@ from specbeam.models.heads.read import is_head
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.drafts import DraftOptions, GivenDraft, draft_of
 from specbeam.models.loading.language_models import ShareFrom, fingerprint
-from specbeam.models.loading.models import model_of
+from specbeam.models.loading.models import bundled_folder, model_of
 from specbeam.models.loading.vocabularies import tokens_in_common
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class FurtherDrafts:
 
         Raises the errors of `load`, and `BadSetting` if `source` is something else.
         """
+        source = bundled_folder(source, "draft")
         key = source if isinstance(source, torch.nn.Module) else str(source)
         model, state, made = kept[key] if key in kept else (self._model(source), None, None)
         if made is not None and state == fingerprint(model):

@@ -22,6 +22,7 @@ from specbeam.models.rounded_files import read_rounded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+BUNDLED = Path(__file__).parents[2] / "bundled"
 # Types of torch by their names in other libraries.
 _TYPES = {
     "fp32": "float32",
@@ -55,6 +56,11 @@ def device_of(name: str | torch.device | None) -> torch.device:
             f"device is {str(name)!r}, and torch {torch.__version__} finds {found}; leave it out, or give 'cpu'"
         )
     return device
+
+
+def bundled_folder(source: Any, part: str) -> Any:
+    """Return the folder of the bundled "target" or "draft" for the name "bundled", and any other source unchanged."""
+    return BUNDLED / part if isinstance(source, str) and source == "bundled" else source
 
 
 def load_model(

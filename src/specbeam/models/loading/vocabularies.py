@@ -17,6 +17,7 @@ from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.models.huggingface import vocab_of
 from specbeam.models.loading.known_folders import tokenizer_at_hand
 from specbeam.models.loading.language_models import OnModel
+from specbeam.models.loading.models import BUNDLED
 from specbeam.models.loading.tokenizers import has_tokenizer_files, read_tokenizer
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def tokens_in_common(
     Raises `VocabularyMismatch` if ordinary tokens differ, or if sizes differ and nothing can be compared. Warns if special
     tokens have other names, and if nothing can be compared but padding may explain different sizes.
     """
+    draft_source = _with_tokenizer(draft_source)
     if draft is target or _is_same_name(draft_source, target_source):
         return None
     sizes = (vocab_of(target), vocab_of(draft))
@@ -118,6 +120,12 @@ def _is_same_name(first: Any, second: Any) -> bool:
     return isinstance(first, (str, Path)) and isinstance(second, (str, Path)) and str(first) == str(second)
 
 
+def _with_tokenizer(source: Any) -> Any:
+    """Return the folder of the bundled target for that of the bundled draft, whose tokenizer is there."""
+    is_bundled = isinstance(source, (str, Path)) and Path(source) == BUNDLED / "draft"
+    return BUNDLED / "target" if is_bundled else source
+
+
 def _rows_of(draft: "PreTrainedModel") -> int:
     """Return the number of tokens that a draft can both read and write."""
     if reads_sources(draft):
@@ -133,7 +141,7 @@ def _tokenizer_of(model: "PreTrainedModel", source: Any) -> Any:
     needs a missing package.
     """
     is_object = isinstance(source, torch.nn.Module)
-    name = getattr(model, "name_or_path", "") if is_object else str(source)
+    name = str(_with_tokenizer(getattr(model, "name_or_path", "") if is_object else source))
     if not name or not has_tokenizer_files(name, fetch=not is_object):
         return None
     try:
