@@ -428,8 +428,12 @@ def test_options_that_cannot_be_honoured_are_refused(pair):
         sb.generate(pair, "abc", "greedy", generation_config=GenerationConfig(do_sample=True))
     with pytest.raises(errors.NotSupported, match="temperature would be ignored"):
         sb.generate(pair, "abc", "greedy", temperature=0.5)
-    with pytest.raises(errors.NotSupported, match="drafts with a model"):
-        sb.generate(words.pair(draft_seed=None), "abc", "dsbd")
+    instead = {"dsbd": "beam_sampling", "speculative_beam_search": "beam_search", "traversal": "sampling"}
+    for method, other in instead.items():
+        with pytest.raises(
+            errors.NotSupported, match=f"{method} drafts with a model: .*, or use sb.{other}, which has"
+        ):
+            sb.generate(words.pair(draft_seed=None), "abc", method)
     with pytest.raises(errors.BadSetting, match="no method 'magic'"):
         sb.generate(pair, "abc", "magic")
 

@@ -250,7 +250,8 @@ def load(
             - for an encoder-decoder target: another encoder-decoder model, which shares the target's encoder if both
               encoders have equal weights; a decoder without an encoder (`WhisperForCausalLM`); or a causal language model,
               which does not see the source.
-        tokenizer: a path, a hub id, "bundled" or an object; None: the target's tokenizer; False: none, for prompts of token ids.
+        tokenizer: a path, a hub id, "bundled" or an object; None: the target's tokenizer; False: none, for prompts of token
+            ids.
         dtype: "auto" is the checkpoint's type on a GPU. On a CPU, arithmetic is in float32, and so are the weights of models
             of up to 300 M parameters. If the compiled forward runs a larger model, its weights stay in memory-mapped files,
             and only the engine's copy takes memory: as much as the files (less if rounded), and about 200 MB more while it

@@ -61,6 +61,11 @@ class _HeadKind:
     includes: Callable[[Head], bool]
     advice: str = "load the target with draft=<folder of such a head>, or train one (`specbeam train`)"
 
+    @property
+    def without_draft(self) -> str:
+        """The text for `Method.drafts_with`."""
+        return f"{self.what}, and this pair has no draft: {self.advice}"
+
 
 _EAGLE = _HeadKind("eagle", "an EAGLE head", _is_eagle)
 _FSPAD = _HeadKind("fspad", "an FSPAD head", _is_fspad)
@@ -374,7 +379,7 @@ def _for_heads(kind: _HeadKind, method: Method) -> Method:
         _check_kind(kind, draft)
         return method.build(target, draft)
 
-    return replace(method, build=build)
+    return replace(method, build=build, drafts_with=kind.without_draft)
 
 
 def _check_kind(kind: _HeadKind, draft: LM | None) -> None:
@@ -422,4 +427,4 @@ def _tree_of_extra_rows(
         assert isinstance(draft, ExtraLM)
         return method_of(draft.head.ranks or GUESS, draft.head.depth).build(target, draft.choosing(least))
 
-    return replace(method_of(GUESS, depth), build=build)
+    return replace(method_of(GUESS, depth), build=build, drafts_with=kind.without_draft)

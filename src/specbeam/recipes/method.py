@@ -40,6 +40,7 @@ class Method:
     beams: int  # maximum number of live beams
     build: Build
     needs_draft: bool = False
+    drafts_with: str = "a model: load the target with draft=..."  # for the error of a pair without a draft
     greedy: bool = False  # whether nothing is drawn
     # Whether each layer has `beams` beams, if that number of pairs has probability. If not, a text may end with fewer
     # finished beams.
@@ -71,13 +72,19 @@ class Method:
         Raises `NotSupported` if the method needs a draft model and there is none.
         """
         if self.needs_draft and draft is None:
-            raise NotSupported(
-                f"{self.name} drafts with a model: load the target with draft=..., or choose a method without a draft model "
-                "(`specbeam methods`)"
-            )
+            raise NotSupported(f"{self.name} drafts with {self.drafts_with}, or use {self._without_drafts()}")
         parts = self.build(target, draft)
         self._check_beams(parts.rule)
         return parts
+
+    def _without_drafts(self) -> str:
+        """Return a method that needs no draft, in words; one of the same law, if there is one."""
+        if not self.lossless:
+            return "a method without a draft (`specbeam methods`)"
+        with_beams = "beam_search" if self.greedy else "beam_sampling"
+        return (
+            f"sb.{with_beams if self.beams > 1 or self.greedy else 'sampling'}, which has the same law without drafts"
+        )
 
     def _check_beams(self, rule: Rule) -> None:
         """Raise `BadSetting` if a rule judges fewer beams (`most_beams`) than the method keeps."""
@@ -111,7 +118,8 @@ class Method:
         new_parts = {"drafter": (drafter, Drafter), "rule": (rule, Rule), "controller": (controller, Controller)}
         for name, (part, kind) in new_parts.items():
             if part is not None and not is_part(part, kind):
-                raise BadSetting(f"{name} is {part!r}; it must be a part (docs/write_a_method.md)")
+                of_search = "; names are for sb.speculative_beam_search" if isinstance(part, str) else ""
+                raise BadSetting(f"{name} is {part!r}; it must be a part{of_search} (docs/write_a_method.md)")
         if rule is not None:
             self._check_beams(rule)
         if law is None:

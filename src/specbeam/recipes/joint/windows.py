@@ -64,7 +64,13 @@ def coral(
         if request.audited:
             raise NotSupported("an audit tests that the text follows the target's law, and coral changes it on purpose")
 
-    return Method("coral", LAW, 1, build, needs_draft=True, greedy=True, plain=False, check=check)
+    drafts_with = f"windows of its target, and this pair has none: {_ADVICE}"
+    return Method(
+        "coral", LAW, 1, build, needs_draft=True, drafts_with=drafts_with, greedy=True, plain=False, check=check
+    )
+
+
+_ADVICE = "train a target (`specbeam train coral`), and load it with its folder `window` as draft"
 
 
 def _head_of(draft: LM | None) -> HiddenTransfer:
@@ -73,8 +79,7 @@ def _head_of(draft: LM | None) -> HiddenTransfer:
     if not isinstance(head, HiddenTransfer) or not head.behind:
         found = type(draft).__name__ if head is None else head.described["kind"].split(":")[0]
         raise NotSupported(
-            f"coral needs a target with windows behind, and the draft of this pair is of kind {found}: train a target "
-            "(`specbeam train coral`), and load it with its folder `window` as draft"
+            f"coral needs a target with windows behind, and the draft of this pair is of kind {found}: {_ADVICE}"
         )
     return head
 
