@@ -83,10 +83,48 @@ def test_the_default_method_has_one_law_with_and_without_a_draft(has_draft):
     assert "".join(sb.stream(pair, "abc", seed=3, max_new_tokens=8)) == found.text
 
 
-def test_a_setting_of_methods_given_as_an_option_is_shown_in_its_place():
-    with pytest.raises(
-        BadSetting, match=r"no option num_beams, but methods have beams: give method=sb\.dsbd\(beams=\.\.\.\)"
-    ):
-        checked_values({"num_beams": 4})
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"num_beams": 4}, "num_beams, but methods have beams: give method=sb.dsbd(beams=4)"),
+        (
+            {"num_beams": 4, "do_sample": True},
+            "do_sample: methods sample, unless their name says greedy or search; leave it out; num_beams, but methods have "
+            "beams: give method=sb.dsbd(beams=4)",
+        ),
+        (
+            {"num_beams": 4, "do_sample": False},
+            "do_sample: methods decide that; greedy, beam_search and speculative_beam_search draw nothing; num_beams, but "
+            "methods have beams: give method=sb.speculative_beam_search(beams=4)",
+        ),
+        ({"methd": "dsbd"}, "methd (did you mean method?)"),
+        ({"sed": 1, "top_q": 0.5}, "sed (did you mean seed?); top_q (did you mean top_p?)"),
+        ({"assistant_model": "x"}, "assistant_model: give sb.load(target, draft=...)"),
+        ({"max_time": 3}, "max_time: give max_new_tokens"),
+    ],
+)
+def test_each_unknown_option_has_its_advice(options, advice):
+    pair = words.pair()
+    calls = {
+        "generate": lambda: sb.generate(pair, "abc", **options),
+        "stream": lambda: next(sb.stream(pair, "abc", **options)),
+        "turns_of": lambda: next(sb.turns_of(pair, "abc", **options)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(BadSetting) as found:
+            call()
+        assert str(found.value) == f"{name}() has no option {advice}"
+
+
+def test_an_option_without_advice_is_answered_with_all_options():
+    with pytest.raises(BadSetting, match=r"generate\(\) has no option zzz; it has prompts, method, seed, .*, top_k, "):
+        sb.generate(words.pair(), "abc", zzz=4)
+    with pytest.raises(BadSetting, match=r"best\(\) has no option num_beams; it has prompt, n, limit, "):
+        sb.best(words.pair(), "abc", num_beams=4)
     with pytest.raises(BadSetting, match=r"no option prompt_length \(did you mean"):
         checked_values({"prompt_length": 4})
+
+
+def test_methods_without_a_draft_are_suggested_to_pairs_without_one():
+    with pytest.raises(BadSetting, match=r"give method=sb\.beam_sampling\(beams=4\)"):
+        sb.generate(words.pair(draft_seed=None), "abc", num_beams=4)

@@ -36,6 +36,7 @@ from specbeam.doors.options.table import config_names as config_names
 from specbeam.doors.options.table import kind_of as kind_of
 from specbeam.doors.options.table import row_names as row_names
 from specbeam.doors.options.table import warper_names as warper_names
+from specbeam.doors.options.unknown import check_names as check_names
 from specbeam.doors.places import DAMAGE as DAMAGE
 from specbeam.doors.places import OPENERS as OPENERS
 from specbeam.doors.places import require_file as require_file

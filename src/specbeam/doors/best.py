@@ -9,6 +9,7 @@ from specbeam.core.decoder import Decoder
 from specbeam.core.records import Beam, Report
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import Options, warper_names
+from specbeam.doors.options.unknown import check_names
 from specbeam.doors.request import Request
 from specbeam.errors import NotSupported, TooFewAnswers
 from specbeam.models.pair import Pair, as_pair
@@ -107,6 +108,7 @@ def best(
         TooFewAnswers: no text ended within the limits.
     """
     pair = as_pair(pair)
+    check_names(best, {name: value for name, value in options.items() if name not in _DIVERSE})
     settings = best_settings(options, generation_config)
     method = best_first(n, limit, width, drafter=drafter)
     request = Request.of(pair, prompt, method, settings)

@@ -68,10 +68,14 @@ def settings_in(method: str, settings: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def setting_meant(name: str) -> tuple[str, str]:
-    """Return a method and its setting of this name, or of this name elsewhere; ("", "") if no method has it."""
+def setting_meant(name: str, preferred: Sequence[str] = ("dsbd",)) -> tuple[str, str]:
+    """Return a method and its setting of this name, or of this name elsewhere; ("", "") if no method has it.
+
+    Args:
+        preferred: methods that come first.
+    """
     setting = SETTINGS_ELSEWHERE.get(name, name)
-    for method in ("dsbd", *method_names()):
+    for method in (*preferred, *method_names()):
         if setting in setting_names(method):
             return method, setting
     return "", ""

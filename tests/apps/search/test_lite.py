@@ -180,7 +180,7 @@ def test_wrong_settings_are_refused_before_anything_is_drawn(pair):
         sb.lite_search(pair, "abc", by_letters, "greedy")
     with pytest.raises(NotSupported, match="stop_strings"):
         sb.lite_search(pair, "abc", by_letters, stop_strings=["x"])
-    with pytest.raises(BadSetting, match="has no option tokens"):
+    with pytest.raises(BadSetting, match=r"lite_search\(\) has no option tokens"):
         sb.lite_search(pair, "abc", by_letters, tokens=3)
     with pytest.raises(sb.SpecbeamError, match="prompt 1 is empty"):
         sb.lite_search(pair, ["abc", ""], by_letters)

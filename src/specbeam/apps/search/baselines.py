@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from specbeam import Method, Pair
-from specbeam.apps.search.grow import GrowingTrees, Wish, given_seed, require_counts, require_odds
+from specbeam.apps.search.grow import GrowingTrees, Wish, check_options, given_seed, require_counts, require_odds
 from specbeam.apps.search.tree import OPEN, SearchResult
 from specbeam.apps.search.value import Value, as_value
 from specbeam.models import as_pair
@@ -33,6 +33,7 @@ def best_of(
 
     Other arguments and errors are those of `lite_search`.
     """
+    check_options(best_of, options)
     require_counts(count=count)
     if threshold is not None:
         require_odds(threshold=threshold)
@@ -75,6 +76,7 @@ def step_beams(
 
     Other arguments and errors are those of `lite_search`.
     """
+    check_options(step_beams, options)
     require_counts(width=width, children=children)
     require_odds(threshold=threshold)
     growth = GrowingTrees(

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +12,16 @@ from specbeam import Method, Pair
 from specbeam.apps.search.draws import Draw, Drawn, drawn, seed_of
 from specbeam.apps.search.tree import CLOSED, CUT_OFF, FINISHED, OPEN, Node, SearchResult
 from specbeam.apps.search.value import Value, checked_values
-from specbeam.doors import Request, Settings, as_prompts, is_integer, require, require_prompts, warper_names
+from specbeam.doors import (
+    Request,
+    Settings,
+    as_prompts,
+    check_names,
+    is_integer,
+    require,
+    require_prompts,
+    warper_names,
+)
 from specbeam.errors import BadSetting, BrokenValue, NotSupported, SearchFailed, SpecbeamError
 
 TAKEN = ("max_new_tokens", "stop_strings", "num_return_sequences", "max_length", "min_new_tokens")
@@ -285,6 +294,11 @@ def given_seed(seed: int | None) -> int:
     """Return the seed of a search; a random one for None."""
     require(seed is None or is_integer(seed), "seed", seed, "an integer, or None for a random seed")
     return int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else abs(int(seed))
+
+
+def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Raise `BadSetting` for options that a search has not. Options that searches set are refused later."""
+    check_names(function, {name: value for name, value in options.items() if name not in TAKEN}, ["sampling"], TAKEN)
 
 
 def require_counts(**counts: object) -> None:

@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specbeam import Method, Pair
-from specbeam.apps.search.grow import GrowingTrees, Wish, given_seed, is_number, require_counts, require_odds
+from specbeam.apps.search.grow import (
+    GrowingTrees,
+    Wish,
+    check_options,
+    given_seed,
+    is_number,
+    require_counts,
+    require_odds,
+)
 from specbeam.apps.search.tree import CLOSED, OPEN, BudgetRule, SearchResult, calibrated
 from specbeam.apps.search.value import Value, as_value
 from specbeam.doors import require
@@ -84,6 +92,7 @@ def lite_search(
         SearchFailed: the value function failed (with `BrokenValue` as its cause), or the searches of some prompts failed.
             Its `results` have everything that was drawn.
     """
+    check_options(lite_search, options)
     one_of("expand", expand, ("incremental", "batch"))
     require_counts(iterations=iterations, children=children)
     require(is_number(confidence) and 0 < confidence < 1, "confidence", confidence, "a number between 0 and 1")

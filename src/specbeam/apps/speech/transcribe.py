@@ -29,6 +29,7 @@ from specbeam.doors import (
     Settings,
     SpeechTokens,
     TextFacts,
+    check_names,
     code_of,
     is_integer,
     require,
@@ -244,6 +245,12 @@ def transcribe(
     sounds = [read_audio(one, rate) for one in audios]
     models = as_pair(pair)
     listener_of(models)
+    check_names(
+        transcribe,
+        {name: value for name, value in options.items() if name not in (*_OWN, "generation_config", "audit")},
+        ["beam_search" if models.draft is None else "speculative_beam_search"],
+        without=_OWN,
+    )
     thresholds = thresholds_of(
         models.target_model.generation_config,
         compression_ratio_threshold,

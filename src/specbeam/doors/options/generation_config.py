@@ -88,7 +88,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "dola_layers": ([],),
 }
 # Advice for unsupported fields.
-_ADVICE: Mapping[str, str] = {
+ADVICE: Mapping[str, str] = {
     "num_beam_groups": "diverse beam search is not supported; sb.beam_sampling(4) draws different texts",
     "diversity_penalty": "diverse beam search is not supported; sb.beam_sampling(4) draws different texts",
     "penalty_alpha": "contrastive search is not supported",
@@ -120,7 +120,7 @@ class ConfigFields:
         """The unsupported fields with their values and alternatives; "" if there are none."""
         parts = []
         for name, value in self.refused.items():
-            advice = f" ({_ADVICE[name]})" if name in _ADVICE else ""
+            advice = f" ({ADVICE[name]})" if name in ADVICE else ""
             parts.append(f"{name}={value!r}{advice}")
         return ", ".join(parts)
 

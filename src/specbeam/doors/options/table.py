@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, get_ty
 
 from specbeam.core.errors import BadSetting
 from specbeam.core.names import hint
-from specbeam.doors.method_names import setting_meant
 from specbeam.doors.options import checks
 from specbeam.doors.options.checks import (
     FINITE,
@@ -163,11 +162,8 @@ def checked_values(given: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(given) - set(OPTIONS))
     if unknown:
         near = hint(unknown[0], OPTIONS, aliases())
-        method, setting = setting_meant(unknown[0])
-        if method:
-            near = f", but methods have {setting}: give method=sb.{method}({setting}=...)"
-        known = near or f"; it has {', '.join(OPTIONS)}"
-        raise BadSetting(f"generate() has no option {', '.join(unknown)}{known}")
+        known = near or f"; there are {', '.join(OPTIONS)}"
+        raise BadSetting(f"generation has no option {', '.join(unknown)}{known}")
     values = {name: option.default for name, option in OPTIONS.items()} | dict(given)
     for name in given:
         OPTIONS[name].check(values[name])
