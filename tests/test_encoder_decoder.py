@@ -439,7 +439,7 @@ def test_settings_that_do_not_fit_are_refused(translator):
             sb.generate(translator, [[3, 4]], sb.beam_search(2), **options)
     with pytest.raises(errors.NotSupported, match="decoder_input_ids is for encoder-decoder models"):
         sb.generate(sb.load(tiny("llama")), [[3, 4]], sb.greedy(), decoder_input_ids=[3])
-    with pytest.raises(errors.BadPrompt, match="may get 70 new ones, but the model has 64 positions"):
+    with pytest.raises(errors.BadPrompt, match="may get 70 new tokens, but the model has 64 positions"):
         sb.generate(translator, [[3, 4]], sb.greedy(), max_new_tokens=70)
 
 

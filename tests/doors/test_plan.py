@@ -60,3 +60,33 @@ def test_wrong_options_are_refused_before_anything_is_decoded(pair):
         CallPlan.of(pair, "abc", options={"temperature": -1})
     with pytest.raises(NotSupported, match="greedy does not draw, so top_k would be ignored"):
         CallPlan.of(pair, "abc", sb.greedy(), {"top_k": 3})
+
+
+def test_a_prompt_without_room_for_a_text_is_told_to_be_shorter(caplog):
+    pair = words.pair()
+    most = pair.target.max_positions
+    with pytest.raises(BadPrompt) as found:
+        sb.generate(pair, "a" * (most + 1), "greedy")
+    assert str(found.value).endswith(
+        f"which leaves no room for a new one: the model has {most} positions; shorten the prompt"
+    )
+    with pytest.raises(
+        BadPrompt, match=f"may get 8 new tokens, but the model has {most} positions; .* max_new_tokens to 3$"
+    ):
+        sb.generate(pair, [3] * (most - 3), "greedy", max_new_tokens=8)
+
+
+def test_long_prompts_are_no_warnings_of_the_tokenizer(caplog):
+    pair = sb.load("bundled")
+    pair.tokenizer.deprecation_warnings.clear()
+    with caplog.at_level("WARNING"), pytest.raises(BadPrompt, match="leaves no room"):
+        sb.generate(pair, "Ein Hund. " * 1000, "greedy")
+    assert not caplog.records
+
+
+def test_a_law_without_chance_says_so(pair):
+    assert CallPlan.of(pair, "abc", sb.dsbd(3), {"temperature": 0}).parts.law.endswith(
+        "; at temperature 0, so nothing is drawn"
+    )
+    assert "nothing is drawn" not in CallPlan.of(pair, "abc", sb.dsbd(3), {"temperature": 0.5}).parts.law
+    assert CallPlan.of(pair, "abc", "greedy", {"temperature": 0}).parts.law == "exact: greedy"

@@ -10,7 +10,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.core.records import Beam, Generation, Report
-from specbeam.errors import BadSetting, MissingPackage
+from specbeam.errors import BadSetting, MissingPackage, SomeFailed
 from tests.support.loops import PROMPTS, pair
 
 __all__ = ["pair"]  # a fixture
@@ -47,6 +47,18 @@ def test_representations_are_short(answer, pair):
     assert len(repr(pair)) < 300
     assert "ForCausalLM" in repr(pair)
     assert "no draft" in repr(sb.load(pair.target_model, tokenizer=False))
+
+
+def test_one_is_followed_by_the_singular(answer):
+    single = replace(answer.report, tokens=1, target_passes=1)
+    assert repr(replace(answer, report=single)).endswith("1 token in 1 pass; exact: a law>")
+    assert "(1 result in .generations)" in str(SomeFailed([BadSetting("wrong")], [answer, None]))
+    assert "(0 results in .generations)" in str(SomeFailed([BadSetting("wrong")], [None]))
+
+
+def test_a_printed_report_is_a_short_line(answer):
+    assert str(answer.report) == "6 tokens in 3 passes, 0.50 s; exact: a law"
+    assert "widths=[2, 2, 2, 1]" in repr(answer.report)
 
 
 def test_a_notebook_shows_beams_as_text(answer):

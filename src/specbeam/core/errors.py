@@ -135,7 +135,7 @@ class SearchFailed(SpecbeamError):
         drawn = sum(result.spent for result in self.results)
         super().__init__(
             f"{len(self.failures)} of {len(self.results)} searches failed: {'; '.join(different[:3])} "
-            f"(the trees of all, {drawn} tokens, are in .results)"
+            f"(the trees of all, {counted(drawn, 'token')}, are in .results)"
         )
 
 
@@ -151,8 +151,17 @@ class SomeFailed(SpecbeamError):
         done = sum(generation is not None for generation in self.generations)
         text = "; ".join(str(failure) for failure in self.failures[:3])
         more = "" if len(self.failures) <= 3 else f"; and {len(self.failures) - 3} more"
-        prompts = f"{len(self.failures)} prompt{'' if len(self.failures) == 1 else 's'}"
-        super().__init__(f"{prompts} failed: {text}{more} ({done} results are in .generations)")
+        prompts = counted(len(self.failures), "prompt")
+        super().__init__(f"{prompts} failed: {text}{more} ({counted(done, 'result')} in .generations)")
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, such as "1 token" or "3 tokens".
+
+    Args:
+        plural: "": the noun with an s.
+    """
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def one_of(name: str, value: str, known: Iterable[str]) -> None:

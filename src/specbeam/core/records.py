@@ -13,7 +13,7 @@ from jaxtyping import Float, Int64
 
 from specbeam.core.audit import Audit
 from specbeam.core.beams import Beams, Layer, Layers, live_of, live_parents_of
-from specbeam.core.errors import BadSetting
+from specbeam.core.errors import BadSetting, counted
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.limits import Ended
 from specbeam.core.ranked import NO_ROWS, Ranked, rows_between
@@ -337,6 +337,15 @@ class Report:
         """The share of the layers of the text (with one beam: of its tokens) that came from drafts; NaN without layers."""
         return self.accepted / len(self.widths) if self.widths else math.nan
 
+    @property
+    def passes(self) -> str:
+        """The numbers of tokens and of passes of the target in words."""
+        return f"{counted(self.tokens, 'token')} in {counted(self.target_passes, 'pass', 'passes')}"
+
+    def __str__(self) -> str:
+        """Return a short line; `repr` has all fields, and `to_dict` returns them."""
+        return f"{self.passes}, {self.seconds:.2f} s; {self.law}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, and the figures made of them; nested records are dictionaries, too."""
         return asdict(self) | {"tokens_per_pass": self.tokens_per_pass, "acceptance": self.acceptance}
@@ -363,7 +372,7 @@ class Generation:
 
     def __repr__(self) -> str:
         beams = f", {len(self.beams)} beams" if len(self.beams) > 1 else ""
-        cost = f"{self.report.tokens} tokens in {self.report.target_passes} passes"
+        cost = self.report.passes
         answer = self.text or self.tokens  # without a tokenizer there is no text
         return f"<Generation {answer!r}{beams}, {cost}; {self.report.law}>"
 
@@ -378,6 +387,6 @@ class Generation:
         """Return a table of the beams with their scores, a line of the report, and the forest, for notebooks."""
         rows = [f"<tr><td>{one.score:.3f}</td><td>{escape(one.text)}</td></tr>" for one in self.beams]
         report = self.report
-        cost = f"{report.tokens} tokens in {report.target_passes} passes, {report.seconds:.2f} s; {escape(report.law)}"
+        cost = escape(str(report))
         forest = "" if self.trace is None else self.trace._repr_html_()
         return f"<table><tr><th>score</th><th>text</th></tr>{''.join(rows)}</table><p>{cost}</p>{forest}"

@@ -82,12 +82,22 @@ def tokens_of_chat(tokenizer: Any, template: str | None, text: str, adds_special
         is_written = start is not None and text.startswith(start)
         adds_special = template is not None and not is_written
     try:
-        ids = list(tokenizer(text, add_special_tokens=adds_special)["input_ids"])
+        ids = list(tokenizer(text, add_special_tokens=adds_special, **without_warning(tokenizer, text))["input_ids"])
     except Exception as error:  # for example of half a character
         raise BadPrompt(f"the messages cannot be tokenized: {str(error)[:200]}") from error
     if not ids:
         raise BadPrompt("the messages have no tokens")
     return ids
+
+
+def without_warning(tokenizer: Any, text: str) -> dict[str, bool]:
+    """Return the options by which a tokenizer of transformers does not log that a text is long: specbeam has an error.
+
+    The tokenizer warns of its own `model_max_length`, whatever the model's positions are.
+    """
+    longest = getattr(tokenizer, "model_max_length", None)
+    may_be_long = longest is not None and len(text.encode("utf-8", "replace")) >= longest
+    return {"verbose": False} if may_be_long else {}
 
 
 def _with_arguments(message: Mapping[str, Any], number: int) -> dict[str, Any]:

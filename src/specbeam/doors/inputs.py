@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding
 
-from specbeam.doors.chats import prompt_of_messages
+from specbeam.doors.chats import prompt_of_messages, without_warning
 from specbeam.errors import BadPrompt
 
 TAKEN = "a text, a list of token ids, the messages of a chat, or the output of a tokenizer"
@@ -176,7 +176,7 @@ class PromptReader:
             raise BadPrompt(f"{name} has half a character (a lone surrogate); it must be valid Unicode") from error
         further = {} if self.adds_special else {"add_special_tokens": False}
         try:
-            return list(self.tokenizer(str(text), **further)["input_ids"])
+            return list(self.tokenizer(str(text), **further, **without_warning(self.tokenizer, text))["input_ids"])
         except Exception as error:  # raised by the tokenizer, for any reason
             raise BadPrompt(f"{name} is rejected by {type(self.tokenizer).__name__}: {str(error)[:200]}") from error
 
@@ -188,7 +188,7 @@ class PromptReader:
         if getattr(self.tokenizer, "chat_template", None) is None:
             lacks = "there is no tokenizer"
             if self.tokenizer is not None:
-                lacks = f"{type(self.tokenizer).__name__} has no chat template"
+                lacks = "the tokenizer of this pair has no chat template"
             raise BadPrompt(f"{name} has messages, and {lacks}; give a text or token ids")
         goes_on = bool(chat.messages) and chat.messages[-1]["role"] == "assistant"
         try:

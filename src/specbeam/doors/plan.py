@@ -39,7 +39,7 @@ from specbeam.doors.sources import (
 from specbeam.doors.usual import usual_method
 from specbeam.engines.families import most_before_angles_change
 from specbeam.engines.source import Source
-from specbeam.errors import BadPrompt, BadSetting, NotSupported
+from specbeam.errors import BadPrompt, BadSetting, NotSupported, counted
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.memory.lm import MemoryLM
@@ -209,7 +209,7 @@ class _CallValues:
         form = settings.form
         if form is not None:
             constraint = compiled(form, settings.grammar_backend, pair.tokenizer, pair.target.vocab, eos)
-        parts = replace(parts, law=_full_law(parts.law, pair, settings))
+        parts = replace(parts, law=_full_law(parts.law, pair, settings, method.greedy))
         guided = _guided_by(method, parts, pair, settings)
         closing = _closing_tokens(pair, settings)
         drafting = models_of(parts.drafter) or ()
@@ -297,14 +297,18 @@ class _CallValues:
         least = wanted if wanted is not None and self.limit_is_given else 1
         if room is not None and room < least:
             most = room + len(prompt)
-            why = f"the model has {most} positions; shorten the prompt or lower max_new_tokens"
+            wish = f"{counted(len(prompt), 'token')} and may get {counted(least, 'new token')}, but"
+            advice = f"shorten the prompt or lower max_new_tokens to {room}"
+            if room < 1:  # no text is short enough
+                wish = f"{counted(len(prompt), 'token')}, which leaves no room for a new one:"
+                advice = "shorten the prompt"
+            why = f"the model has {most} positions; {advice}"
             if any(most_before_angles_change(config) == most for config in _configs_of(models)):
                 why = (
                     f"beyond {most} tokens the model changes the rotary angles of all tokens ('longrope'), and the KV cache "
-                    "has the old angles; shorten the prompt or lower max_new_tokens, or use the long factors for all "
-                    "lengths (docs/models.md)"
+                    f"has the old angles; {advice}, or use the long factors for all lengths (docs/models.md)"
                 )
-            raise BadPrompt(f"prompt {number} has {len(prompt)} tokens and may get {least} new ones, but {why}")
+            raise BadPrompt(f"prompt {number} has {wish} {why}")
         return room
 
 
@@ -324,8 +328,10 @@ def _guided_by(method: Method, parts: Parts, pair: Pair, settings: Settings) -> 
     return _guided_model(pair.target)
 
 
-def _full_law(law: str, pair: Pair, settings: Settings) -> str:
-    """Return the method's law, with the rounding of the target's weights, its memory, and the constraint."""
+def _full_law(law: str, pair: Pair, settings: Settings, is_greedy: bool) -> str:
+    """Return the method's law, with the temperature 0, the target's rounding and memory, and the constraint."""
+    if settings.temperature == 0 and not is_greedy:
+        law = f"{law}; at temperature 0, so nothing is drawn"
     rounding = rounding_of(pair.target)
     if rounding:
         law = f"{law}; of the target in {rounding}"

@@ -13,7 +13,7 @@ from specbeam.doors.grammar.spelling import text_of_tokens
 from specbeam.doors.growing_text import GrowingText
 from specbeam.doors.plan import CallPlan, PlannedText
 from specbeam.doors.trace import Trace, words_of
-from specbeam.errors import SpecbeamError, TooFewAnswers
+from specbeam.errors import SpecbeamError, TooFewAnswers, counted
 from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
 
@@ -119,8 +119,8 @@ class Request:
         if len(answers) == wanted:
             return answers
         return TooFewAnswers(
-            f"prompt {self.prompt_of[session.place]} has {len(answers)} answers, num_return_sequences is {wanted}: a "
-            "constraint, top-k, top-p, a ban or a collapse left fewer beams; they are in .generations",
+            f"prompt {self.prompt_of[session.place]} has {counted(len(answers), 'answer')}, num_return_sequences is "
+            f"{wanted}: a constraint, top-k, top-p, a ban or a collapse left fewer beams; they are in .generations",
             answers,
         )
 

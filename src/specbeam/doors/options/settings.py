@@ -23,7 +23,7 @@ from specbeam.doors.options.processors import (
     watermark_of,
 )
 from specbeam.doors.options.table import OPTIONS, checked_values, config_names, warper_names
-from specbeam.errors import BadPrompt, BadSetting, NotSupported
+from specbeam.errors import BadPrompt, BadSetting, NotSupported, counted
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -101,7 +101,8 @@ class Settings:
         most = settings.max_new_tokens
         if least is not None and most is not None and least > most:
             warnings.warn(
-                f"min_new_tokens={least} is more than max_new_tokens={most}: every text has {most} tokens", stacklevel=2
+                f"min_new_tokens={least} is more than max_new_tokens={most}: every text has {counted(most, 'token')}",
+                stacklevel=2,
             )
         return settings
 
