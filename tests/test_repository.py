@@ -67,6 +67,17 @@ def test_each_package_of_an_extra_is_imported_somewhere():
 
 
 @in_clone
+def test_errors_name_the_extra_of_a_missing_package():
+    """So that its limits of versions hold, in a clone and with a wheel."""
+    extras = PROJECT["optional-dependencies"]
+    packages = {re.match(r"[\w-]+", one)[0] for name, many in extras.items() if name != "dev" for one in many}
+    for path in (ROOT / "src").rglob("*.py"):
+        for command in re.findall(r"pip install ('[^']+'|[\w -]+)", path.read_text(encoding="utf-8")):
+            extra = re.fullmatch(r"'specbeam\[([\w,]+)\]'", command)
+            names = {*extra[1].split(",")} - extras.keys() if extra else packages & {*re.findall(r"[\w-]+", command)}
+            assert not names, f"{path}: {command}"
+
+
 def test_workflows_and_forms_can_be_read():
     found = sorted((ROOT / ".github").rglob("*.yml"))
     assert len(found) >= 6

@@ -103,7 +103,7 @@ def test_what_holds_no_sound_is_refused_before_a_model_is_loaded(tmp_path, monke
     def load(path):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("specbeam.apps.speech.transcribe.load", load)
+    monkeypatch.setattr("specbeam.apps.speech.transcribe.as_pair", load)
     for words_of, file in unreadable(tmp_path):
         with pytest.raises(errors.SpecbeamError, match=words_of):
             sb.transcribe("somewhere/whisper", file)
@@ -151,7 +151,7 @@ def test_arrays_need_no_further_package(package, monkeypatch, tmp_path):
     sound = noise(1)
     assert np.array_equal(read_audio(sound), sound)
     (tmp_path / "a.wav").write_bytes(b"RIFF")
-    with pytest.raises(errors.MissingPackage, match=r"pip install '\.\[speech\]'"):
+    with pytest.raises(errors.MissingPackage, match=r"pip install 'specbeam\[speech\]'"):
         read_audio(tmp_path / "a.wav")
     if package == "soxr":
         with pytest.raises(errors.MissingPackage, match="soxr"):

@@ -128,10 +128,21 @@ def test_forms_are_about_text(backend):
         sb.generate(sb.load(model, tokenizer=tokenizer), "abc", "sampling", regex="a", grammar_backend=backend)
 
 
+def test_a_place_in_a_form_is_marked_by_a_caret_below_it():
+    with pytest.raises(errors.BadSetting) as found:
+        sb.generate(characters(), "abc", "sampling", grammar="start: (")
+    first, *_, form, caret = str(found.value).splitlines()
+    assert first == "grammar cannot be enforced:"
+    assert caret.index("^") == form.index("(") + 1
+    with pytest.raises(errors.BadSetting) as found:
+        sb.generate(characters(), "abc", "sampling", json_schema={"type": "thing"})
+    assert "\n" not in str(found.value)
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_missing_library_is_named_with_the_command_that_brings_it(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(errors.MissingPackage, match=f"pip install {name}"):
+    with pytest.raises(errors.MissingPackage, match=rf"needs {name}: pip install 'specbeam\[\w+\]'"):
         sb.generate(characters(), "abc", "sampling", regex="a", grammar_backend=name)
 
 

@@ -221,5 +221,7 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise MissingPackage("tables in Parquet need pyarrow: pip install pyarrow, or use .jsonl or .csv") from error
+        raise MissingPackage(
+            "tables in Parquet need pyarrow: pip install 'specbeam[parquet]', or use .jsonl or .csv"
+        ) from error
     return pyarrow, pyarrow.parquet

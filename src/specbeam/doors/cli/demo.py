@@ -75,7 +75,7 @@ def demo(given: DemoArguments) -> int:
     try:
         import sacrebleu  # noqa: F401
     except ImportError as error:
-        raise MissingFile("the demo scores with sacrebleu: pip install sacrebleu") from error
+        raise MissingFile("the demo scores with sacrebleu: pip install 'specbeam[bench]'") from error
     from rich.text import Text
 
     from specbeam.doors.cli.screen import Screen

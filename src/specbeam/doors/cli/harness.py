@@ -18,7 +18,7 @@ def harness(context: typer.Context) -> None:
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
-        raise MissingPackage(f"the harness needs {error.name}: pip install 'lm-eval>=0.4.13'") from error
+        raise MissingPackage(f"the harness needs {error.name}: pip install 'specbeam[harness]'") from error
     import_module("specbeam.lab.evaluate.harness")  # registers the model type
 
     sys.argv = ["lm-eval", *context.args]

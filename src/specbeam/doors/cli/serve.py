@@ -40,7 +40,7 @@ def serve(given: ServeArguments) -> int:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise MissingPackage(f"serve needs {error.name}: pip install fastapi uvicorn prometheus-client") from error
+        raise MissingPackage(f"serve needs {error.name}: pip install 'specbeam[serve]'") from error
     from specbeam.apps.serve.config import read_config
 
     config = read_config(given.config, given.options)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specbeam.core.constraint import Constrained, Constraint, Form
+from specbeam.doors.grammar.spelling import in_lines
 from specbeam.doors.grammar.with_llguidance import LLGuidance
 from specbeam.doors.grammar.with_xgrammar import XGrammar
 from specbeam.doors.options.checks import GRAMMAR_BACKENDS
@@ -70,11 +71,12 @@ def _compile(
     try:
         constraint = BACKENDS[backend](form, tokenizer, vocab, eos)
     except ImportError as error:
-        raise MissingPackage(f"{form.kind} needs {backend}: pip install {backend}") from error
+        extra = "grammar" if backend == "llguidance" else backend
+        raise MissingPackage(f"{form.kind} needs {backend}: pip install 'specbeam[{extra}]'") from error
     except (BadSetting, NotSupported):
         raise
     except (TypeError, ValueError) as error:  # raised by the library for an invalid form
-        raise BadSetting(f"{form.kind} cannot be enforced: {' '.join(str(error).split())}") from error
+        raise BadSetting(f"{form.kind} cannot be enforced:{in_lines(str(error))}") from error
     if not Constrained(constraint, eos, 0).allowed(np.zeros((1, 0), dtype=np.int64), vocab).any():
         raise BadSetting(f"no token of this vocabulary can begin a text of the {form.kind}")
     return constraint

@@ -1,8 +1,10 @@
 """The text of each token, for grammar libraries."""
 
 import functools
+import re
 import weakref
 from collections.abc import Callable, Hashable
+from textwrap import indent
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -16,6 +18,14 @@ if TYPE_CHECKING:
 
 THREADS_FROM = 32  # number of walkers from which computing masks in several threads is faster
 Made = TypeVar("Made")
+
+
+def in_lines(*messages: str) -> str:
+    """Return messages of a library after a blank; those that mark a place by a caret below the line, with their lines."""
+    text = "\n".join(message.rstrip() for message in messages)
+    if not re.search(r"^ *\^ *$", text, re.MULTILINE):
+        return " " + " ".join(text.split())
+    return "\n" + indent(text, "  ")
 
 
 def cached_by_tokenizer(make: Callable[..., Made]) -> Callable[..., Made]:

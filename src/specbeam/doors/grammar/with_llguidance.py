@@ -10,6 +10,7 @@ from specbeam.core.constraint import Form
 from specbeam.doors.grammar.spelling import (
     THREADS_FROM,
     cached_by_tokenizer,
+    in_lines,
     restricted_to_text,
     special_tokens,
     text_tokens,
@@ -105,7 +106,7 @@ class LlguidanceMatcher:
 
 def _refusal(form: Form, messages: Sequence[str]) -> BadSetting:
     """Return the error for a form that llguidance rejects with these messages."""
-    return BadSetting(f"{form.kind} cannot be enforced: {' '.join('; '.join(messages).split())}")
+    return BadSetting(f"{form.kind} cannot be enforced:{in_lines(*messages)}")
 
 
 def _grammar_of(form: Form) -> str:

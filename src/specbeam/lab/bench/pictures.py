@@ -18,4 +18,4 @@ def check_picture(path: Path) -> None:
     if path.suffix.lower() not in KINDS:
         raise MissingFile(f"a plot cannot be written to {path}; its name must end in {', '.join(KINDS)}")
     if find_spec("matplotlib") is None:
-        raise MissingPackage("plots are drawn by matplotlib: pip install matplotlib")
+        raise MissingPackage("plots are drawn by matplotlib: pip install 'specbeam[bench]'")

@@ -44,7 +44,7 @@ def llama_cpp(pair: Pair, file: Path, form: str, threads: int, max_new_tokens: i
     try:
         import llama_cpp as api
     except ImportError as error:
-        raise MissingPackage("the rival needs llama-cpp-python: pip install llama-cpp-python") from error
+        raise MissingPackage("the rival needs llama-cpp-python: pip install 'specbeam[llamacpp]'") from error
     api.llama_log_set(_no_log(api), None)
     folder = tempfile.TemporaryDirectory(prefix="specbeam-")  # kept alive by `run`
     converted = Path(folder.name) / f"{form}.gguf"

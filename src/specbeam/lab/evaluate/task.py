@@ -49,4 +49,4 @@ def bleu_of(counts: Sequence[float]) -> float:
 def check_bleu() -> None:
     """Raise `MissingPackage` if sacrebleu is not installed."""
     if find_spec("sacrebleu") is None:
-        raise MissingPackage("BLEU is computed by sacrebleu: pip install sacrebleu")
+        raise MissingPackage("BLEU is computed by sacrebleu: pip install 'specbeam[bench]'")

@@ -29,7 +29,7 @@ def check_spread(
         if is_given:
             raise BadSetting(f"{name} is for unchanged targets that transformers runs; leave {option} out")
     if find_spec("accelerate") is None:
-        raise MissingPackage(f"{name} needs accelerate: pip install accelerate")
+        raise MissingPackage(f"{name} needs accelerate: pip install 'specbeam[parallel]'")
 
 
 def check_before_spreading(target: Any, draft: Any, tokenizer: Any, quantize_draft: "Quantize | None") -> Any:
