@@ -317,7 +317,7 @@ _BUILT_IN = (
     ),
     GenerationOption(
         "stop_strings",
-        "Texts that end an answer.",
+        "Texts that end an answer, and stay in it; the server cuts them.",
         (
             (checks.are_texts, "texts of at least one character"),
             (checks.are_proper, "valid Unicode text; this has half a character (a lone surrogate)"),
