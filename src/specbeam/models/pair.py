@@ -41,10 +41,9 @@ from specbeam.models.loading.language_models import (
     language_model,
     placed_language_model,
 )
-from specbeam.models.loading.models import BUNDLED as BUNDLED
 from specbeam.models.loading.models import bundled_folder, device_of, model_of, name_or_path
 from specbeam.models.loading.spread import check_before_spreading, check_spread, has_encoder
-from specbeam.models.loading.tokenizers import read_tokenizer
+from specbeam.models.loading.tokenizers import ends_of, read_tokenizer
 from specbeam.models.loading.vocabularies import tokens_in_common
 from specbeam.models.memory.lm import MemoryLM
 from specbeam.models.skipping import Skipping
@@ -105,13 +104,7 @@ class Pair:
     @property
     def eos(self) -> tuple[int, ...]:
         """The end tokens from the target's generation config, or else from the tokenizer."""
-        eos = getattr(self.generation_config, "eos_token_id", None)
-        tokenizer = self.known("tokenizer")
-        if eos is None and tokenizer is not None:
-            eos = tokenizer.eos_token_id
-        if eos is None:
-            return ()
-        return (eos,) if isinstance(eos, int) else tuple(eos)
+        return ends_of(self.known("target_model"), self.known("tokenizer"))
 
     def known(self, name: Literal["target_model", "draft_model", "tokenizer"]) -> Any:
         """Return an object of the pair, or its stand-in as long as nobody has needed the object."""
@@ -278,7 +271,7 @@ def load(
         share_from: texts decoded together whose prompts begin with at least this number of equal tokens, such as a system
             prompt, compute and store these tokens once. None: never. "auto": 64, but never in the compiled engines for CPUs,
             where sharing changes the last bits of a text's logits.
-        probe: try a draft head on about 128 tokens that the target writes, with the conventions of its files and with those
+        probe: try a draft head on 128 tokens that the target draws, with the conventions of its files and with those
             of other writers of heads, and use the convention that fits clearly best. A warning is given if this is not the
             convention of the files, or if none fits. It takes the time of these target passes.
         device_map: where transformers and accelerate put the layers of the target: a name such as "auto", or a dictionary

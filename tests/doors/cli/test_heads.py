@@ -23,6 +23,7 @@ from specbeam.lab.train.fitting import Point, Schedule
 from specbeam.lab.train.head_files import write_head
 from specbeam.lab.train.heads import KINDS
 from specbeam.lab.train.plan import HeadPlan, planned
+from specbeam.models.heads import probe
 from specbeam.models.heads.exit import ExitHead
 from specbeam.models.heads.own import extra_rows_config, own_config
 from specbeam.models.pair import BUNDLED
@@ -69,6 +70,15 @@ def test_it_shows_what_was_read_and_what_was_tried(target):
     ):
         assert part in found
     assert "positions of base 10000" in found
+    assert "mean over 128 tokens that the target draws at temperature 1" in found
+    assert "hardly fits" not in found
+
+
+def test_a_head_that_hardly_fits_is_named_below_the_table(target, monkeypatch):
+    monkeypatch.setattr(probe, "POOR", 1.0)
+    assert "specbeam: the head hardly fits the target: the overlap of their laws is 0." in shown(
+        str(GOLDEN / "two_layers")
+    )
 
 
 @pytest.mark.parametrize(

@@ -669,7 +669,7 @@ def test_a_head_fits_the_target_better_the_more_layers_are_before_it():
     model = model_of()
     target = HuggingFaceLM(model, engine="plain")
     text = probed_text(target, np.random.default_rng(0).integers(0, VOCAB, 40).tolist(), ())
-    fits = [fit_of(head_of(model, after, 0.0), text) for after in (1, 2, 3)]
+    fits = [fit_of(head_of(model, after, 0.0), [text]) for after in (1, 2, 3)]
     assert fits[0].first < fits[2].first
     assert fits[2].first == pytest.approx(1.0, abs=1e-4)
     assert fits[0].second is None

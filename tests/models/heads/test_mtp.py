@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,7 @@ from specbeam.generation import turns_of
 from specbeam.models.heads.files import read_files
 from specbeam.models.heads.lm import ModulesLM, TrunkLM
 from specbeam.models.heads.modules import ModulesInARow
-from specbeam.models.heads.probe import probed, probed_text, written_text
+from specbeam.models.heads.probe import TextStarts, drawn_text, probed, probed_text
 from specbeam.models.heads.read import read_head
 from specbeam.models.heads.trees import chain_of
 from specbeam.models.heads.trunk import PairTrunk
@@ -464,9 +465,10 @@ def test_a_module_that_reads_what_is_before_the_last_norm_is_recognised(tmp_path
     for weight in learning:
         weight.requires_grad_(True)
     optimiser = torch.optim.Adam(learning, 1e-2)
-    texts = [probed_text(lm, written_text(lm, [first, first + 1], 40), (2,)) for first in range(2, 10)]
+    rng = np.random.default_rng(1)
+    texts = [probed_text(lm, drawn_text(lm, [first, first + 1], 38, (), rng), (2,)) for first in range(2, 10)]
     for step in range(120):
-        trees, laws = texts[step % len(texts)]
+        trees, laws, _ = texts[step % len(texts)]
         loss = torch.zeros(())
         for nodes, logits, *_ in head.drafts(trees, 2, torch.ones_like(trees.tokens, dtype=torch.bool)):
             loss = loss - (laws[nodes] * logits.log_softmax(-1)).sum(-1).mean()
@@ -475,7 +477,7 @@ def test_a_module_that_reads_what_is_before_the_last_norm_is_recognised(tmp_path
         optimiser.step()
     wrong = head.changed(taps=(FINAL,))
     with pytest.warns(UserWarning, match="read with hidden states before the target's last norm, against its files"):
-        found = probed(wrong, lm, [3, 4])
+        found = probed(wrong, lm, TextStarts([[3, 4]]))
     assert found.changes[0] == "hidden states before the target's last norm"
     assert found.head.taps == (2,)
 

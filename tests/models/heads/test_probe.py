@@ -1,13 +1,30 @@
 """The probe: a head that was read in a wrong way is recognised by how well it drafts."""
 
+import numpy as np
 import pytest
 import torch
 
+import specbeam as sb
 from specbeam.core.records import FINAL
+from specbeam.doors.cli.common import demo_sentences
+from specbeam.lab.train.heads import KINDS
+from specbeam.lab.train.medusa import new_medusa
+from specbeam.lab.train.plan import planned
 from specbeam.models.heads import probe
 from specbeam.models.heads.exit import ExitHead
-from specbeam.models.heads.probe import Overlap, fit_of, probed, probed_text, written_text
+from specbeam.models.heads.probe import (
+    LONGEST,
+    TOKENS,
+    Overlap,
+    TextStarts,
+    drawn_text,
+    drawn_texts,
+    fit_of,
+    probed,
+    probed_text,
+)
 from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.loading.tokenizers import text_starts
 from tests.support.heads import VOCAB, chain_logits, trunk_of
 from tests.support.tiny_models import tiny
 
@@ -30,11 +47,12 @@ def trained(target):
 
 
 def taught(target, head, steps=150):
-    texts = [probed_text(target, written_text(target, [first, first + 1], 40), (0, 1, 2)) for first in range(2, 10)]
+    drawn = drawn_texts(target, TextStarts([[3, 4]]))
+    texts = [probed_text(target, text, (0, 1, 2), given) for text, given in drawn]
     learning = [weight for name, weight in head.named_parameters() if "embed_tokens" not in name]
     optimiser = torch.optim.Adam(learning, 1e-2)
     for step in range(steps):
-        trees, laws = texts[step % len(texts)]
+        trees, laws, _ = texts[step % len(texts)]
         loss = torch.zeros(())
         for nodes, logits, *_ in head.drafts(trees, 2, torch.ones_like(trees.tokens, dtype=torch.bool)):
             loss = loss - (laws[nodes] * logits.log_softmax(-1)).sum(-1).mean()
@@ -47,7 +65,7 @@ def taught(target, head, steps=150):
 
 
 def test_a_head_that_is_read_as_it_was_trained_stays_as_it_is(target, trained, recwarn):
-    found = probed(trained, target, [3, 4])
+    found = probed(trained, target, TextStarts([[3, 4]]))
     assert found.changes == ()
     assert found.head is trained
     assert found.fit == found.documented
@@ -59,7 +77,7 @@ def test_another_reading_that_fits_better_is_taken_with_a_warning(target, traine
     """Read as if the numbers of its hidden states meant what leaves a layer, and not what enters it."""
     wrong = trained.changed(taps=(0, 1))
     with pytest.warns(UserWarning, match="read with hidden states one layer later, against its files"):
-        found = probed(wrong, target, [3, 4])
+        found = probed(wrong, target, TextStarts([[3, 4]]))
     assert found.changes[0] == "hidden states one layer later"
     assert found.fit.score > found.documented.score + probe.CLEARLY
     assert found.head.shape.taps == (1, 2)
@@ -71,24 +89,25 @@ def test_a_head_that_fits_nothing_is_named(target):
     with torch.no_grad():
         head.lm_head.weight *= 50
     with pytest.warns(UserWarning, match="hardly fits the target"):
-        probed(head, target, [3, 4])
+        probed(head, target, TextStarts([[3, 4]]))
 
 
 def test_fits_are_means_of_overlaps(target, trained):
     """Of the first draft behind each token, and of the second: row by row, by chains."""
-    trees, laws = probed_text(target, written_text(target, [5, 6], 12), (0, 1, 2))
+    trees, laws, _ = probed_text(target, [5, 6, 9, 4, 7, 3, 3, 8, 2, 5, 6, 1], (0, 1, 2))
     tokens = trees.tokens[0].tolist()
     with torch.inference_mode():
         features = trained.features(trees.states_at((1, 2))[0])
     expected = []
+    given = 4
     for depth in (1, 2):
         overlaps = []
-        for last in range(depth, len(tokens)):
-            given = [*features[: last + 1 - depth], *[None] * (depth - 1)]
-            drafted = chain_logits(trained, tokens[: last + 1], given).softmax(-1)
+        for last in range(given - 1, len(tokens)):
+            known = [*features[: last + 1 - depth], *[None] * (depth - 1)]
+            drafted = chain_logits(trained, tokens[: last + 1], known).softmax(-1)
             overlaps.append(float(torch.minimum(drafted, laws[last]).sum()))
         expected.append(sum(overlaps) / len(overlaps))
-    found = fit_of(trained, probe.ProbedText(trees, laws))
+    found = fit_of(trained, [probe.ProbedText(trees, laws, given)])
     assert (found.first, found.second) == pytest.approx(tuple(expected), abs=1e-5)
     assert Overlap(0.5, 0.3).score == pytest.approx(0.4)
 
@@ -107,12 +126,37 @@ def test_readings_that_are_tried(target, trained):
     assert [name for name, _ in eagle.other_readings(2)] == ["positions of base 10000"]
 
 
-def test_the_text_is_what_the_target_writes(target):
-    text = written_text(target, [3, 4], 9)
-    assert len(text) == 9
+def test_texts_are_drawn_from_the_target(target):
+    """Each token with the target's probability, until an end token; as many as are wanted in all."""
+    rng = np.random.default_rng(2)
+    thirds = [drawn_text(target, [3, 4], 1, (), rng)[2] for _ in range(400)]
     with torch.inference_mode():
-        logits = target.model(input_ids=torch.tensor([text])).logits[0]
-    assert logits[1:-1].argmax(-1).tolist() == text[2:]
+        law = target.model(input_ids=torch.tensor([[3, 4]])).logits[0, -1].softmax(-1).numpy()
+    likeliest = int(law.argmax())
+    spread = (law[likeliest] * (1 - law[likeliest]) / 400) ** 0.5
+    assert abs(thirds.count(likeliest) / 400 - law[likeliest]) < 4 * spread
+    texts = drawn_texts(target, TextStarts([[3, 4], [5, 6, 7]]))
+    assert [(text[:given], len(text) - given) for text, given in texts] == [
+        ([3, 4], LONGEST),
+        ([5, 6, 7], TOKENS - LONGEST),
+    ]
+    assert drawn_texts(target, TextStarts([[3, 4], [5, 6, 7]])) == texts
+    every = tuple(range(VOCAB))
+    assert [len(text) - given for text, given in drawn_texts(target, TextStarts([[3, 4]], every), 5)] == [1] * 5
+
+
+def test_the_bundled_target_draws_translations_and_an_untrained_head_fits_them_badly():
+    """Its greedy text after an English sentence repeats itself: there the same head had an overlap above 0.7."""
+    pair = sb.load("bundled")
+    texts = text_starts(pair.target_model, pair.tokenizer, pair.target.vocab)
+    assert [pair.tokenizer.decode(start, skip_special_tokens=True) for start in texts.starts] == demo_sentences()
+    drawn = drawn_texts(pair.target, texts)
+    assert sum(len(text) - given for text, given in drawn) == TOKENS
+    assert all(text[-1] in pair.eos for text, _ in drawn[:-1])
+    head = new_medusa(pair.target_model, planned(pair.target_model, KINDS["medusa"].usual, {}), None)
+    with pytest.warns(UserWarning, match="hardly fits the target: .* is it for another target, or hardly trained?"):
+        found = probed(head, pair.target, texts)
+    assert found.fit.first < 0.1
 
 
 def test_the_target_hands_out_what_the_head_reads_alone(target, trained, monkeypatch):
@@ -124,6 +168,6 @@ def test_the_target_hands_out_what_the_head_reads_alone(target, trained, monkeyp
         return HuggingFaceLM.extend(target, sessions, forests, needs)
 
     monkeypatch.setattr(target, "extend", extend)
-    probed(ExitHead(target.model, 1), target, [3, 4])
-    probed(trained, target, [3, 4])
-    assert [(one.states, one.columns) for one in asked] == [(False, (FINAL,)), (True, (0, 1, 2))]
+    probed(ExitHead(target.model, 1), target, TextStarts([[3, 4]]))
+    probed(trained, target, TextStarts([[3, 4]]))
+    assert [(one.states, one.columns) for one in asked] == [(False, (FINAL,))] * 2 + [(True, (0, 1, 2))] * 2

@@ -73,7 +73,7 @@ def grown_target(weights: int) -> "Iterator[Pair]":
     import torch
 
     from specbeam.lab.bench.widen_model import grown
-    from specbeam.models.pair import BUNDLED
+    from specbeam.models.checkpoints.folders import BUNDLED
 
     pair = quiet_load("bundled", None)
     small: Any = copy.deepcopy(pair.target_model).to(torch.bfloat16)

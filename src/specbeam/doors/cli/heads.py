@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import Record
-from specbeam.doors.cli.common import print_json, quiet_load
+from specbeam.doors.cli.common import complain, print_json, quiet_load
 from specbeam.doors.cli.options import Engine, Json, checked
 from specbeam.doors.model_files import check_model
 from specbeam.errors import BadSetting
@@ -45,7 +45,7 @@ class HeadArguments(Record):
     ] = None
     engine: Engine = "auto"
     probe: Annotated[
-        bool, typer.Option(help="Try the head under several readings of its files, on text of the target.")
+        bool, typer.Option(help="Try the head under several readings of its files, on texts drawn from the target.")
     ] = True
     json: Json = False
 
@@ -74,11 +74,11 @@ def inspect(given: HeadArguments) -> int:
 def _probed(head: "Head", pair: "Pair") -> "Probed":
     """Return the fit of a head to its target under several readings."""
     from specbeam.models.heads.probe import probed
-    from specbeam.models.loading.tokenizers import first_tokens
+    from specbeam.models.loading.tokenizers import text_starts
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the table shows it
-        return probed(head, pair.forgetful_target, first_tokens(pair.tokenizer, pair.target.vocab))
+        return probed(head, pair.forgetful_target, text_starts(pair.target_model, pair.tokenizer, pair.target.vocab))
 
 
 def _about(head: "Head", pair: "Pair", stated: str) -> dict[str, str]:
@@ -102,6 +102,7 @@ def _show(path: str, about: dict[str, str], found: "Probed | None") -> None:
     from rich.table import Table
 
     from specbeam.doors.cli.screen import Screen
+    from specbeam.models.heads.probe import POOR, TOKENS, hardly_fits
 
     console = Screen()
     table = Table(title=path, show_header=False)
@@ -111,9 +112,12 @@ def _show(path: str, about: dict[str, str], found: "Probed | None") -> None:
     if found is not None:
         console.print(_fits(found))
         console.print(
-            "overlap of the laws of draft and target on text of the target: the share of drafts accepted. First: drafts "
-            "from the target's hidden states; second: drafts one token deeper"
+            f"overlap of the laws of draft and target, mean over {TOKENS} tokens that the target draws at temperature 1: "
+            "the share of drafts that speculative sampling accepts there. First: drafts from the target's hidden states; "
+            "second: drafts one token deeper"
         )
+        if found.fit.score < POOR:
+            complain(hardly_fits(found.fit))
 
 
 def _stated_target(path: str) -> str:
@@ -161,7 +165,7 @@ def _fits(found: "Probed") -> Any:
     """Return the table of readings."""
     from rich.table import Table
 
-    table = Table(title="readings, tried on text of the target")
+    table = Table(title="readings, tried on texts drawn from the target")
     table.add_column("reading")
     table.add_column("overlap, first", justify="right")
     table.add_column("second", justify="right")

@@ -7,6 +7,7 @@ from typing import Any
 from specbeam.core.errors import MissingFile, NotSupported, SpecbeamError
 from specbeam.models.checkpoints.boundary import json_object
 
+BUNDLED = Path(__file__).parents[2] / "bundled"  # the pair that comes with specbeam
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 _GGUF = ".gguf"

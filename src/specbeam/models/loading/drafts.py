@@ -22,7 +22,7 @@ from specbeam.models.heads.read import head_model, is_head, read_head
 from specbeam.models.huggingface import HuggingFaceLM, prepare_to_score
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import ShareFrom, by_engine, language_model
-from specbeam.models.loading.tokenizers import first_tokens
+from specbeam.models.loading.tokenizers import text_starts
 from specbeam.models.skipping import Skipping, skipping_model
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def _head_of(target: HuggingFaceLM, source: Any, tokenizer: "PreTrainedTokenizer
         return known[1]
     found = read_head(source, target.model)
     if probe:
-        found = probed(found, target, first_tokens(tokenizer, target.vocab)).head
+        found = probed(found, target, text_starts(target.model, tokenizer, target.vocab)).head
     read = head_model(found, target)
     target.heads[key] = (files, read)
     return read

@@ -11,7 +11,7 @@ from specbeam.core.names import hint
 from specbeam.engines.choices import BY_LIBRARY, Quantize, check_device
 from specbeam.engines.mapped import mapped_files, mark_mapped
 from specbeam.models.adapters import Adapter, adapter_at, merged
-from specbeam.models.checkpoints.folders import checked_folder, gguf_in
+from specbeam.models.checkpoints.folders import BUNDLED, checked_folder, gguf_in
 from specbeam.models.checkpoints.numbers import check_weights
 from specbeam.models.checkpoints.pretrained import Checkpoint, open_checkpoint, pretrained
 from specbeam.models.gguf_files import read_gguf
@@ -22,7 +22,6 @@ from specbeam.models.rounded_files import read_rounded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BUNDLED = Path(__file__).parents[2] / "bundled"
 # Types of torch by their names in other libraries.
 _TYPES = {
     "fp32": "float32",

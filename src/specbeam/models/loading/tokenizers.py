@@ -10,10 +10,11 @@ import torch
 from specbeam.core.errors import MissingFile, MissingPackage
 from specbeam.models.adapters import adapter_at
 from specbeam.models.checkpoints.boundary import beginning, json_object, reading
-from specbeam.models.checkpoints.folders import gguf_in
+from specbeam.models.checkpoints.folders import BUNDLED, gguf_in
 from specbeam.models.checkpoints.gguf import read_header
 from specbeam.models.checkpoints.headers import file_of
 from specbeam.models.checkpoints.hub import hub_lookups
+from specbeam.models.heads.probe import TextStarts
 from specbeam.models.loading.models import name_or_path
 
 if TYPE_CHECKING:
@@ -157,7 +158,27 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def first_tokens(tokenizer: "PreTrainedTokenizerBase | None", vocab: int) -> list[int]:
-    """Return the first tokens of the text on which a head is probed."""
-    tokens = [] if tokenizer is None else list(tokenizer("A dog is running.")["input_ids"])
-    return tokens[:8] if len(tokens) > 1 else [min(3, vocab - 1), min(4, vocab - 1)]
+def ends_of(model: Any, tokenizer: "PreTrainedTokenizerBase | None") -> tuple[int, ...]:
+    """Return the end tokens from a model's generation config, or else from the tokenizer."""
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if eos is None and tokenizer is not None:
+        eos = tokenizer.eos_token_id
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def text_starts(model: Any, tokenizer: "PreTrainedTokenizerBase | None", vocab: int) -> TextStarts:
+    """Return the beginnings of the texts on which a head is probed: for the bundled target sentences to translate."""
+    ends = ends_of(model, tokenizer)
+    if tokenizer is None:
+        return TextStarts([_few_tokens(vocab)], ends)
+    if Path(model.name_or_path) == BUNDLED / "target":
+        lines = (BUNDLED / "sentences.tsv").read_text(encoding="utf-8").splitlines()
+        return TextStarts([list(tokenizer(line.split("\t")[0])["input_ids"]) for line in lines], ends)
+    tokens = list(tokenizer("A dog is running.")["input_ids"])[:8]
+    return TextStarts([tokens if len(tokens) > 1 else _few_tokens(vocab)], ends)
+
+
+def _few_tokens(vocab: int) -> list[int]:
+    return [min(3, vocab - 1), min(4, vocab - 1)]

@@ -17,7 +17,6 @@ from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.models.huggingface import vocab_of
 from specbeam.models.loading.known_folders import tokenizer_at_hand
 from specbeam.models.loading.language_models import OnModel
-from specbeam.models.loading.models import BUNDLED
 from specbeam.models.loading.tokenizers import has_tokenizer_files, read_tokenizer
 
 if TYPE_CHECKING:
