@@ -15,7 +15,7 @@ from specbeam.core.garbage import rarely_collected
 from specbeam.core.lm import LM
 from specbeam.core.names import refusing_unknown
 from specbeam.doors.progress import show_compilation
-from specbeam.engines.choices import Quantize, check_is_model, check_kv, check_what_runs
+from specbeam.engines.choices import Quantize, check_is_model, check_kv, check_what_runs, is_rounding
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.models.chains.lm import ChainLM
@@ -329,8 +329,8 @@ def load(
     rounded_kv: KVType = kv or "float32"
     is_spread = device_map is not None or tensor_parallel
     others = (quantize, quantize_draft, draft_vocab, kv, compute)
-    is_usual = not is_spread and not compile and engine in ("auto", "compiled") and set(others) == {None}
-    is_usual = is_usual and (draft is None or is_model_folder(draft))
+    is_usual = not is_spread and not compile and engine in ("auto", "compiled") and all(one is None for one in others)
+    is_usual = is_usual and (draft is None or (is_model_folder(draft) and not is_rounding(draft)))
     opened = opened_target(target, dtype, tokenizer)
     if opened is not None:
         check_served_options(
