@@ -176,8 +176,8 @@ def figures():
     [
         ("entries at the top", 12),
         ("closure of decode.py, lines", 13_650),  # what the loop needs; at most 18,000
-        ("lines", 101_700),
-        ("syntax nodes", 717_300),
+        ("lines", 102_700),
+        ("syntax nodes", 723_300),
         ("syntax nodes per line of code", 10.5),
         ("functions with more than 8 parameters", 30),
         ("conditions inside conditions", 0),
