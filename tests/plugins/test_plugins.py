@@ -21,7 +21,7 @@ from specbeam.core.steps import AVAILABLE
 from specbeam.core.verify.beams import BeamRule
 from specbeam.core.verify.turns import verify_turn
 from specbeam.core.verify.walk import MatchRule, PathRule
-from specbeam.errors import UnknownKind
+from specbeam.errors import BrokenPart, UnknownKind
 from tests.plugins.bigram_drafter import BigramDrafter
 from tests.plugins.bigram_engine import BigramLM
 from tests.plugins.lenient_rule import LenientRule, verify_leniently
@@ -180,3 +180,59 @@ def test_a_spec_without_a_step_is_refused_by_a_sentence():
     case = (bigrams(), Parts(NoDraft(), Strange(1.0), FixedShape(0, 0), ""))
     with pytest.raises(UnknownKind, match=r"verify_turn has no step for .*Unregistered, only for .*@verify_turn.of"):
         decoded(lambda: case, 8)
+
+
+class Narrow(NamedTuple):
+    most: int
+
+
+class WithoutWidth(Sawtooth):
+    def plan(self, session):
+        raise AssertionError
+
+    def numbers(self, session):
+        return Narrow(self.most)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="needs numba")
+def test_a_plan_without_a_width_is_refused_by_a_sentence():
+    case = (bigrams(), Parts(NoDraft(), MatchRule(), WithoutWidth(3), EXACT))
+    with pytest.raises(UnknownKind, match=r"Narrow has no field width; the record of a plan holds the draft nodes"):
+        decoded(lambda: case, 8)
+
+
+class InPythonAlone(AssertionError):
+    pass
+
+
+class ShyController(Sawtooth):
+    def plan(self, session):
+        raise InPythonAlone
+
+    def numbers(self, session):
+        return super().numbers(session)
+
+
+class ShyRule(LenientRule):
+    def verify(self, session, forest, scored):
+        raise InPythonAlone
+
+    def spec(self, session):
+        return super().spec(session)
+
+
+class ShyDrafter(BigramDrafter):
+    def draft(self, sessions, shapes):
+        raise InPythonAlone
+
+    def spec(self, session):
+        return super().spec(session)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="needs numba")
+def test_functions_of_parts_that_run_compiled_are_not_called():
+    """So a `print` in them shows whether a method runs in Python."""
+    shy = Parts(ShyDrafter(FOLLOWER), ShyRule(0.5), ShyController(3), LenientRule.law)
+    assert decoded(lambda: (bigrams(), shy), ahead=8)[:2] == decoded(with_everything, ahead=8)[:2]
+    with pytest.raises(BrokenPart, match="InPythonAlone"):
+        decoded(lambda: (bigrams(), shy), ahead=0)

@@ -27,7 +27,7 @@ from specbeam.core.control.width import FixedWidths, is_for_steps
 from specbeam.core.dice import Uniforms
 from specbeam.core.draft.batch import models_of
 from specbeam.core.draft.turns import draft_turn, nodes_of, rows_kept, uniforms_of
-from specbeam.core.errors import BrokenPart
+from specbeam.core.errors import BrokenPart, UnknownKind
 from specbeam.core.forest import (
     MOST_KEPT,
     KnownRows,
@@ -204,10 +204,19 @@ def _drafts_of(drafter: object, controller: object, session: Session, tosses: in
 
 
 def numbers_of(controller: object, session: Session) -> Any:
-    """Return the record with which steps plan in place of a controller; None if it plans in Python."""
+    """Return the record with which steps plan in place of a controller; None if it plans in Python.
+
+    Raises `UnknownKind` if the record has no field `width`.
+    """
     for kind in type(controller).__mro__:
         if "plan" in vars(kind):
-            return controller.numbers(session) if "numbers" in vars(kind) else None  # type: ignore[attr-defined]
+            plan = controller.numbers(session) if "numbers" in vars(kind) else None  # type: ignore[attr-defined]
+            if plan is not None and not hasattr(plan, "width"):
+                name = f"{type(plan).__module__}.{type(plan).__qualname__}"
+                raise UnknownKind(
+                    f"{name} has no field width; the record of a plan holds the draft nodes per layer there"
+                )
+            return plan
     return None
 
 

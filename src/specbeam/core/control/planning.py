@@ -1,7 +1,7 @@
 """PLAN: the records by which steps plan the next draft (`Plan`) and end it between layers (`StopSpec`).
 
-A controller may return a record of its own from `numbers`, with a field `width`; it then registers steps for the verbs
-below.
+A controller may return a record of its own from `numbers`, with a field `width` (draft nodes per layer). It then registers
+steps for `plan_depth` and `deepest_of`, and for `learn_passed` if it learns from turns.
 """
 
 from typing import Any, NamedTuple
