@@ -109,6 +109,28 @@ def names_of_tests(file):
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
+def test_the_scripts_of_the_systems_page_are_run_with_the_options_that_they_need():
+    page = (DOCS / "systems.md").read_text(encoding="utf-8")
+    commands = re.findall(r"`([^`]*examples/[^`]*)`", page)
+    assert len(commands) >= 3
+    for command in commands:
+        program, script, *arguments = command.split()
+        assert program == "python", command
+        assert set(needed_options(DOCS.parent / script)) <= set(arguments), command
+
+
+def needed_options(script):
+    """The options without which a script ends with an error: `required` ones of argparse, and those of typer without default."""
+    tree = ast.parse(script.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and any(
+            one.arg == "required" and ast.unparse(one.value) == "True" for one in node.keywords
+        ):
+            yield node.args[0].value
+        if isinstance(node, ast.FunctionDef) and node.name == "main":
+            yield from ("--" + one.arg for one in node.args.args[: len(node.args.args) - len(node.args.defaults)])
+
+
 @pytest.mark.parametrize("name", PAGES_THAT_NAME_TESTS)
 def test_each_test_that_is_named_exists(name):
     text = (DOCS.parent / name).read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ from jaxtyping import Bool
 from specbeam.core.errors import SpecbeamError, VocabularyMismatch
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.shared_tokens import SharedTokens
+from specbeam.models.checkpoints.folders import BUNDLED
 from specbeam.models.huggingface import vocab_of
 from specbeam.models.loading.known_folders import tokenizer_at_hand
 from specbeam.models.loading.language_models import OnModel
