@@ -59,12 +59,7 @@ class _HeadKind:
     recipe: str
     what: str  # a head of this kind with its article, such as "an EAGLE head"
     includes: Callable[[Head], bool]
-    advice: str = "load the target with draft=<folder of such a head>, or train one (`specbeam train`)"
-
-    @property
-    def without_draft(self) -> str:
-        """The text for `Method.drafts_with`."""
-        return f"{self.what}, and this pair has no draft: {self.advice}"
+    advice: str = "load the target with draft=<folder of such a head> (--draft), or train one (`specbeam train`)"
 
 
 _EAGLE = _HeadKind("eagle", "an EAGLE head", _is_eagle)
@@ -74,7 +69,7 @@ _MTP = _HeadKind(
     "mtp",
     "modules of multi-token prediction",
     _is_mtp,
-    'load the target with draft="mtp", if its files hold modules of multi-token prediction',
+    'load the target with draft="mtp" (--draft), if its files hold modules of multi-token prediction',
 )
 _CHIMERA = _HeadKind("chimera", "a Chimera head", lambda head: isinstance(head, Chimera))
 _SPECDIFF = _HeadKind("specdiff", "a SpecDiff head", lambda head: isinstance(head, Denoiser))
@@ -379,7 +374,7 @@ def _for_heads(kind: _HeadKind, method: Method) -> Method:
         _check_kind(kind, draft)
         return method.build(target, draft)
 
-    return replace(method, build=build, drafts_with=kind.without_draft)
+    return replace(method, build=build, head=kind.what)
 
 
 def _check_kind(kind: _HeadKind, draft: LM | None) -> None:
@@ -427,4 +422,4 @@ def _tree_of_extra_rows(
         assert isinstance(draft, ExtraLM)
         return method_of(draft.head.ranks or GUESS, draft.head.depth).build(target, draft.choosing(least))
 
-    return replace(method_of(GUESS, depth), build=build, drafts_with=kind.without_draft)
+    return replace(method_of(GUESS, depth), build=build, head=kind.what)

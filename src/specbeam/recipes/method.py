@@ -40,7 +40,7 @@ class Method:
     beams: int  # maximum number of live beams
     build: Build
     needs_draft: bool = False
-    drafts_with: str = "a model: load the target with draft=..."  # for the error of a pair without a draft
+    head: str = ""  # the draft head that it needs, with its article, such as "an EAGLE head"; "": none
     greedy: bool = False  # whether nothing is drawn
     # Whether each layer has `beams` beams, if that number of pairs has probability. If not, a text may end with fewer
     # finished beams.
@@ -72,7 +72,10 @@ class Method:
         Raises `NotSupported` if the method needs a draft model and there is none.
         """
         if self.needs_draft and draft is None:
-            raise NotSupported(f"{self.name} drafts with {self.drafts_with}, or use {self._without_drafts()}")
+            needed = "a model: load the target with draft=..."
+            if self.head:
+                needed = f"{self.head}, and this pair has no draft: load the target with draft=<folder of such a head>"
+            raise NotSupported(f"{self.name} drafts with {needed} (--draft), or use {self._without_drafts()}")
         parts = self.build(target, draft)
         self._check_beams(parts.rule)
         return parts

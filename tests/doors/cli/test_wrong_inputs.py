@@ -332,3 +332,21 @@ def test_an_interrupt_of_a_job_keeps_its_answers_and_says_how_to_go_on(models, t
     assert out_text == ""
     assert journal.exists()
     assert not out.exists()
+
+
+NEEDING_HEADS = {
+    "generate": ["generate", "abc", "--method", "eesd"],
+    "generate with coral": ["generate", "abc", "--method", "coral"],
+    "batch": ["batch", "good.jsonl", "new.jsonl", "--method", "medusa"],
+    "chat": ["chat", "--method", "eagle"],
+    "bench speed": ["bench", "speed", "sampling", "bita nodes=20"],
+    "bench specbench": ["bench", "specbench", "good.jsonl", "chimera"],
+    "a method of the target's own modules": ["bench", "speed", "mtp"],
+}
+
+
+@pytest.mark.parametrize("command", NEEDING_HEADS)
+def test_a_method_of_heads_without_a_head_is_refused_before_a_model_is_loaded(here, nothing_is_loaded, command):
+    code, out, err = specbeam(*NEEDING_HEADS[command])
+    check_refused(code, out, err, "drafts with")
+    assert ("--draft mtp" if "modules" in command else "--draft FOLDER") in err

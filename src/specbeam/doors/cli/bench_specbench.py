@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specbeam.doors.cli.common import ProgressBar, in_one_line, method_from, print_json, quiet_load
+from specbeam.doors.cli.common import ProgressBar, check_has_head, in_one_line, method_from, print_json, quiet_load
 from specbeam.doors.cli.options import Json, NewTokens, PairArguments, Seed, Threads, checked, folder_to_write
 from specbeam.doors.method_names import settings_in
 from specbeam.doors.places import require_file, writing
@@ -61,6 +61,7 @@ def specbench(given: SpecBenchArguments) -> int:
 
     methods = {name: method_from(*_split(name)) for name in given.contenders or USUAL}
     for name, method in methods.items():
+        check_has_head(method, given.draft)
         if method.beams > 1 and given.temperature == 0 and not method.search:
             raise BadSetting(f"{name} draws beams, and at temperature 0 all beams are equal; give --temperature 1")
     asked = read_questions(given.questions, given.each)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import generation
-from specbeam.doors.cli.common import bundled_rows, in_one_line, method_from, print_records
+from specbeam.doors.cli.common import bundled_rows, check_has_head, in_one_line, method_from, print_records
 from specbeam.doors.cli.options import (
     Compute,
     DraftVocab,
@@ -120,6 +120,10 @@ def speed(given: SpeedArguments) -> int:
     from specbeam.doors.cli.screen import progress_bar
     from specbeam.lab.bench.speed import speed as measure
 
+    for text in given.contenders:
+        name, *settings = _words(text)
+        if "/" not in name:
+            check_has_head(method_from(name, settings), given.draft)
     pair = _pair(given)
     _check_sources(pair, found)
     prompts = spread(found or demo_rows(), given.rows)

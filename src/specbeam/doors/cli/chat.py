@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import generation
-from specbeam.doors.cli.common import method_from, quiet_load
+from specbeam.doors.cli.common import check_has_head, method_from, quiet_load
 from specbeam.doors.cli.options import Compute, MethodName, PairArguments, QuantizeTarget, Settings, check_address
 from specbeam.doors.method_names import check_settings
 from specbeam.doors.model_files import require_chat_template
@@ -57,7 +57,7 @@ def chat(given: ChatArguments) -> int:
         from specbeam.doors.cli.pair_speaker import PairSpeaker
 
         if given.method:
-            method_from(given.method, given.setting)
+            check_has_head(method_from(given.method, given.setting), given.draft)
         pair = quiet_load(**given.pair, quantize=given.quantize, compute=given.compute)
         speaker = PairSpeaker(pair, given.model, template)
     options = ChatOptions(given.method or "", tuple(given.setting), given.options, given.seed)

@@ -13,7 +13,7 @@ from specbeam.doors import plain
 from specbeam.doors.method_names import settings_in
 from specbeam.doors.options.table import checked_values
 from specbeam.doors.places import require_file
-from specbeam.errors import BadPrompt, BadSetting, MissingFile
+from specbeam.errors import BadPrompt, BadSetting, MissingFile, NotSupported
 
 if TYPE_CHECKING:
     from specbeam.core.records import Generation
@@ -67,15 +67,31 @@ def method_from(name: str, settings: Sequence[str]) -> "Method":
     return made(name, settings)
 
 
-def check_method(name: str | None, settings: Sequence[str]) -> None:
+def check_method(name: str | None, settings: Sequence[str], draft: str | None) -> None:
     """Raise `BadSetting` for an unknown method or setting; print a note if the method is not lossless.
 
     Args:
         name: name of the method; None: the default.
+        draft: see `check_has_head`.
     """
     method = method_from(name or "dsbd", settings)
+    check_has_head(method, draft)
     if not method.lossless:
         complain(f"note: {method.name} is {method.law}")
+
+
+def check_has_head(method: "Method", draft: str | None) -> None:
+    """Raise `NotSupported` for a method that drafts with a head, and no draft, before models are loaded.
+
+    Args:
+        draft: the option --draft; None: none, or the draft model of the bundled pair.
+    """
+    if method.head and draft is None:
+        place = "mtp" if method.name == "mtp" else "FOLDER"
+        raise NotSupported(
+            f"{method.name} drafts with {method.head}: give it with --draft {place}, or choose a method without one "
+            "(`specbeam methods`); `specbeam train` makes heads"
+        )
 
 
 def method_for(pair: "Pair", name: str | None, settings: Sequence[str]) -> "Method":
@@ -87,7 +103,7 @@ def method_for(pair: "Pair", name: str | None, settings: Sequence[str]) -> "Meth
 
 def bundled_rows(name: str) -> list[tuple[str, str]]:
     """Return the prompts and reference answers of a file of the bundled pair."""
-    from specbeam.models.pair import BUNDLED
+    from specbeam.models.checkpoints.folders import BUNDLED
 
     lines = (BUNDLED / name).read_text(encoding="utf-8").splitlines()
     rows = [line.split("\t") for line in lines if line]

@@ -326,7 +326,7 @@ class DecodingArguments(LoadArguments):
         """Return a copy of the options of generation, after the checks that need no model."""
         self.check_what_runs()
         check_languages(self.model, self.source_language, self.target_language)
-        check_method(self.method, self.setting)
+        check_method(self.method, self.setting, self.draft)
         return dict(self.options)
 
     def load(self, options: dict[str, Any]) -> "Pair":

@@ -8,7 +8,7 @@ import typer
 
 from specbeam.core.whole_files import write_whole
 from specbeam.doors.cli.arguments import Record
-from specbeam.doors.cli.common import complain, method_from, quiet_load, say
+from specbeam.doors.cli.common import check_has_head, complain, method_from, quiet_load, say
 from specbeam.doors.cli.options import (
     Compute,
     Device,
@@ -155,6 +155,8 @@ def transcribe(given: TranscribeArguments) -> int:
     if not readable:
         return 1
     method = None if given.method is None else method_from(given.method, given.setting)
+    if method is not None:
+        check_has_head(method, given.draft)
     files = given.audio
     targets = [] if given.output is None else _targets(files, given.output, given.format)
     from specbeam.apps.speech.transcribe import transcribe as transcribed

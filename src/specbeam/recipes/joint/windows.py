@@ -64,13 +64,8 @@ def coral(
         if request.audited:
             raise NotSupported("an audit tests that the text follows the target's law, and coral changes it on purpose")
 
-    drafts_with = f"windows of its target, and this pair has none: {_ADVICE}"
-    return Method(
-        "coral", LAW, 1, build, needs_draft=True, drafts_with=drafts_with, greedy=True, plain=False, check=check
-    )
-
-
-_ADVICE = "train a target (`specbeam train coral`), and load it with its folder `window` as draft"
+    needed = "windows behind, trained with the target"
+    return Method("coral", LAW, 1, build, needs_draft=True, head=needed, greedy=True, plain=False, check=check)
 
 
 def _head_of(draft: LM | None) -> HiddenTransfer:
@@ -79,7 +74,8 @@ def _head_of(draft: LM | None) -> HiddenTransfer:
     if not isinstance(head, HiddenTransfer) or not head.behind:
         found = type(draft).__name__ if head is None else head.described["kind"].split(":")[0]
         raise NotSupported(
-            f"coral needs a target with windows behind, and the draft of this pair is of kind {found}: {_ADVICE}"
+            f"coral needs a target with windows behind, and the draft of this pair is of kind {found}: train a target "
+            "(`specbeam train coral`), and load it with its folder `window` as draft (--draft)"
         )
     return head
 
