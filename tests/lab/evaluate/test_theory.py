@@ -13,7 +13,11 @@ from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, siblings
 from specbeam.errors import BadPrompt, NotSupported
 from specbeam.lab.evaluate.theory import (
     RELAXED,
+    Context,
+    Runs,
     Sums,
+    TurnFacts,
+    _rejection_rows,
     as_markdown,
     best_acceptance,
     chain_odds,
@@ -129,6 +133,17 @@ def test_a_bucket_where_all_or_none_were_accepted_has_an_interval(accepted):
     assert (row.gap_low < 0 < row.gap_high) == (accepted == 2)
     tokens = figure("accepted tokens", "sampling", "all", [Sums(6, 6, 2), Sums(6, 6, 2)])
     assert (tokens.low, tokens.high) == (3, 3)  # a mean above 1 is no share
+
+
+def test_no_rejection_in_any_text_has_an_interval_too():
+    """Four texts without a rejection, as with a draft model that is the target: the rate may be 0.49."""
+    turn = TurnFacts([Context(True, 0.0, True, None, (), np.nan)], 1, 2, np.nan, np.nan)
+    same = Runs("sampling", [[turn]] * 4)
+    own, others = _rejection_rows(same, same)
+    assert (own.check, others.check) == ("rejections", "rejections of other texts")
+    for row in (own, others):
+        assert (row.measured, row.low, row.high) == pytest.approx((0, 0, 0.4899), abs=1e-4)
+        assert (row.gap_low, row.gap_high) == pytest.approx((0, 0.4899), abs=1e-4)
 
 
 def test_no_rule_beats_the_best_one(rows):

@@ -8,7 +8,7 @@ counts.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -389,11 +389,18 @@ def figure(check: str, method: str, bucket: str, sums: Sequence[Sums]) -> Theory
     expected = predicted.sum() / total
     low, high = interval((measured, count), lambda a, n: a / np.maximum(n, 1))
     gap_low, gap_high = interval((measured, predicted, count), lambda a, b, n: (a - b) / np.maximum(n, 1))
-    if share in (0, 1) and bool((measured <= count).all()):  # all or none: all resamples are equal
-        low, high = edge_interval(share == 1, int(np.count_nonzero(count)))
-        gap_low = min(gap_low, low - expected)
-        gap_high = max(gap_high, high - expected)
-    return TheoryRow(check, method, bucket, int(total), share, low, high, expected, share - expected, gap_low, gap_high)
+    row = TheoryRow(check, method, bucket, int(total), share, low, high, expected, share - expected, gap_low, gap_high)
+    return row if bool((measured > count).any()) else _of_all_or_none(row, int(np.count_nonzero(count)))
+
+
+def _of_all_or_none(row: TheoryRow, units: int) -> TheoryRow:
+    """Return the row of a share; if it is 0 or 1, all resamples are equal, and its interval is `edge_interval`."""
+    if row.measured not in (0, 1):
+        return row
+    low, high = edge_interval(row.measured == 1, units)
+    gap_low = min(row.gap_low, low - row.predicted)
+    gap_high = max(row.gap_high, high - row.predicted)
+    return replace(row, low=low, high=high, gap_low=gap_low, gap_high=gap_high)
 
 
 def _contexts(run: Runs) -> list[list[Context]]:
@@ -449,21 +456,20 @@ def _rejection_rows(run: Runs, other: Runs) -> list[TheoryRow]:
     low, high = interval(columns[:2], lambda a, n: a / n)
     gap_low, gap_high = interval(columns, lambda a, n, b, m: a / n - b / m)
     gap = measured - predicted
-    rows.append(
-        TheoryRow(
-            "rejections of other texts",
-            run.name,
-            ALL,
-            int(tokens),
-            measured,
-            low,
-            high,
-            predicted,
-            gap,
-            gap_low,
-            gap_high,
-        )
+    row = TheoryRow(
+        "rejections of other texts",
+        run.name,
+        ALL,
+        int(tokens),
+        measured,
+        low,
+        high,
+        predicted,
+        gap,
+        gap_low,
+        gap_high,
     )
+    rows.append(_of_all_or_none(row, len(between)))
     return [row for row in rows if row is not None]
 
 
