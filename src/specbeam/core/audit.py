@@ -24,7 +24,7 @@ ALARM = 10_000.0  # evidence that a run of the declared law reaches with probabi
 NO_GAINS = (0.0,) * len(TILTS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Audit:
     """The evidence of a run against its declared law. Audits of turns, and of sessions, can be added.
 
@@ -48,6 +48,14 @@ class Audit:
     impossible: int = 0  # number of tokens drawn that have probability 0
     trial_gains: tuple[float, ...] = NO_GAINS  # log-wealth of the bets on trials, one bet per tilt
     draw_gains: tuple[float, ...] = NO_GAINS  # log-wealth of the bets on drawn tokens
+
+    def __repr__(self) -> str:
+        """The evidence, its counts and its quotients; the fields hold the sums and the log-wealth of each bet."""
+        sure = f", impossible={self.impossible}" if self.impossible else ""
+        return (
+            f"Audit(evidence={self.evidence:.3g}, suspicious={self.suspicious}, trials={self.trials}, draws={self.draws}, "
+            f"z_accept={self.z_accept:.2f}, z_logp={self.z_logp:.2f}{sure})"
+        )
 
     def __add__(self, other: "Audit") -> "Audit":
         """Return the audit of both runs. They must not share draws."""

@@ -94,7 +94,7 @@ class Constrained:
     stored until the turn ends (`keep`), so draft and target share them.
 
     An end token is allowed exactly where the text may end. After a banned token nothing is banned: such a path is never
-    emitted, but a drafter may ask for its law.
+    emitted, but a drafter may request its law.
 
     Args:
         eos: the end tokens; without any, no text ends when its form is complete.

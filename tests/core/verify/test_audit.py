@@ -272,3 +272,9 @@ def test_evidence_adds_up_over_turns_and_sessions():
     assert whole.suspicious
     assert whole.trial_gains == Audit().trial_gains
     assert Audit().evidence == 1.0
+
+
+def test_an_audit_prints_its_evidence_and_not_the_wealth_of_each_bet():
+    audit = Audit(accept_surprise=1.5, accept_variance=4.0, trials=20, draws=31)
+    assert repr(audit) == "Audit(evidence=1, suspicious=False, trials=20, draws=31, z_accept=0.75, z_logp=0.00)"
+    assert repr(Audit(draws=1, impossible=1)).endswith("z_logp=0.00, impossible=1)")

@@ -40,7 +40,7 @@ class FeatureHead(Head):
     @property
     def described(self) -> dict[str, str]:
         return {
-            "kind": f"{type(self).__name__}: reads one feature",
+            "kind": f"{type(self).__name__}: reads one hidden state",
             "drafts": str(self.sizes.depth) if self.sizes.depth < UNLIMITED else "of any depth, by one network",
             "reads": described_taps(self.taps),
         }
