@@ -117,3 +117,9 @@ def test_packages_are_installed_by_a_name_that_an_index_or_a_checkout_knows():
     named = re.findall(r"pip install '\.\[([a-z,]+)\]'", "".join(texts.values()))
     assert len(named) > 8
     assert {extra for one in named for extra in one.split(",")} <= set(PROJECT["optional-dependencies"])
+
+
+def test_measurements_cite_files_by_their_whole_paths():
+    for page in (ROOT / "measurements").glob("*.md"):
+        for path in re.findall(r"`([\w./]+/\w+\.py)`", page.read_text(encoding="utf-8")):
+            assert (ROOT / path).is_file() or path.startswith("lm_eval/"), f"{page.name}: {path}"
