@@ -195,7 +195,7 @@ def test_a_broken_file_is_named(pair, small_files, tmp_path, name, content):
     path = tmp_path / "training" / name
     path.write_bytes(content)
     emptied = name.endswith("options.json") and content == b"{}"
-    said = "holds work with draws.beams None" if emptied else f"{path.name} is broken"
+    said = "holds work with beams None" if emptied else f"{path.name} is broken"
     with pytest.raises(BadSetting, match=said):
         trained(pair, tmp_path)
 

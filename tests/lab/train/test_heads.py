@@ -232,7 +232,7 @@ def test_trainings_share_what_the_target_draws(pair, small_files, drawn, tmp_pat
     seen = []
     trained(pair, tmp_path / "two", drawn, plan={"depth": 2}, report=lambda *what: seen.append(what))
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    with pytest.raises(BadSetting, match=r"holds work with draws.beams 2 \(now 3\)"):
+    with pytest.raises(BadSetting, match=r"holds work with beams 2 \(now 3\)"):
         trained(pair, tmp_path / "three", drawn, draws=DrawPlan(beams=3))
 
 

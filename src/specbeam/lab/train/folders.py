@@ -76,7 +76,8 @@ def _check_options(folder: Path, options: dict[str, Any], leftovers: str) -> Non
         old = before.get(name)
         new = options.get(name)
         if old != new:
-            different.append(f"{name} {old!r} (now {new!r})")
+            option = name.rpartition(".")[2]  # without the record that holds it
+            different.append(f"{option} {old!r} (now {new!r})")
     if different:
         raise BadSetting(f"{folder} holds work with {', '.join(different)}; choose another folder, or delete this one")
 
