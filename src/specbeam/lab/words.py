@@ -1,4 +1,7 @@
-"""Names that users give to benchmarks. Imports nothing, so that the command line knows them before torch is imported."""
+"""Names that users give to benchmarks, and numbers in words.
+
+Imports nothing, so that the command line knows them before torch is imported.
+"""
 
 # A method of `bench cliffs` with its settings -> the mode of transformers that it replaces.
 CLIFF_METHODS = {
@@ -44,3 +47,15 @@ ANCHOR_MODELS = {
 ANCHOR_BITS = (16, 8, 4)  # of their weights
 ANCHOR_MODES = ("greedy", "beam_search")
 ANCHOR_RIVALS = ("transformers", "ctranslate2", "llama.cpp", "faster-whisper")
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 pass" and "2,000 passes"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def of_rounds(number: int) -> str:
+    """Return what a figure of rounds states, such as "median of 7 rounds, smallest to largest"."""
+    return "1 round" if number == 1 else f"median of {number} rounds, smallest to largest"

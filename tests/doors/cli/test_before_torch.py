@@ -110,7 +110,7 @@ OTHERS = {
     "bench speed, size": [["--grow", "huge"], "--grow is 'huge'; it must be a number like 128K, 100M or 1.5B"],
     "bench cliffs": [["--methods", "dsdb"], "--methods is 'dsdb'"],
     "bench cliffs, kind": [["--kinds", "other"], "--kinds is 'other'; it must be one of trained, random"],
-    "bench host": [["-m", "other"], "--method is 'other'"],
+    "bench host": [["--method", "other"], "--method is 'other'"],
     "bench efficiency": [["--budget", "2"], "--budget is '2'; it must be one of 5, 10, 21, 30"],
     "bench methods": [["--metric", "other"], "Invalid value for '--metric'"],
     "bench specbench": [["good.jsonl", "dsdb"], "there is no method 'dsdb'"],

@@ -10,6 +10,7 @@ from specbeam.doors.cli.common import ProgressBar, complain, follow_rank_0, meth
 from specbeam.doors.cli.options import DecodingArguments, Json, checked
 from specbeam.doors.options.table import OPTIONS
 from specbeam.errors import NotSupported
+from specbeam.lab.words import counted
 
 if TYPE_CHECKING:
     from specbeam.apps.jobs.answering import Work
@@ -84,10 +85,10 @@ def batch(given: BatchArguments) -> int:
                 make_work, given.source, given.out, described, columns, given.resume, given.retry_failed, show
             )
         except KeyboardInterrupt:
-            complain(f"interrupted; {shown.done} of {shown.rows} rows are saved: continue with --resume")
+            complain(f"interrupted; {shown.done} of {counted(shown.rows, 'row')} saved: continue with --resume")
             return 130
     if given.json:
         print_json({"rows": shown.rows, "failed": shown.failed, "out": str(given.out)})
     else:
-        print(f"{given.out}: {shown.rows} rows, {shown.failed} of them with an error")
+        print(f"{given.out}: {counted(shown.rows, 'row')}, {shown.failed} of them with an error")
     return int(shown.failed > 0)

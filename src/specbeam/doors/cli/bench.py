@@ -9,6 +9,7 @@ from specbeam.doors.cli.arguments import generation
 from specbeam.doors.cli.common import demo_sentences, print_records, quiet_load
 from specbeam.doors.cli.generate import gather
 from specbeam.doors.cli.options import DemoPromptArguments, Json, PairArguments, Plot, Seed, SpacedRows, checked
+from specbeam.doors.cli.reports import print_report
 from specbeam.doors.prompts import spread
 from specbeam.errors import BadPrompt, one_of
 from specbeam.lab.words import BUDGETS
@@ -102,7 +103,7 @@ def efficiency(given: EfficiencyArguments) -> int:
     if given.json:
         print_records(cells)
     else:
-        print(as_markdown(cells))
+        print_report(as_markdown(cells))
         if cost := head_cost(pair):
             print(f"\n{cost}.")
     if given.plot is not None:

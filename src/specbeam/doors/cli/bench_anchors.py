@@ -8,8 +8,9 @@ import typer
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import complain, in_one_line, print_records, silence_transformers
 from specbeam.doors.cli.options import Json, NewTokens, Rounds, checked, files_to_read
+from specbeam.doors.cli.reports import print_report
 from specbeam.errors import one_of
-from specbeam.lab.words import ANCHOR_BITS, ANCHOR_MODELS, ANCHOR_MODES, ANCHOR_RIVALS
+from specbeam.lab.words import ANCHOR_BITS, ANCHOR_MODELS, ANCHOR_MODES, ANCHOR_RIVALS, of_rounds
 
 if TYPE_CHECKING:
     from specbeam.lab.bench.anchors import AnchorRow
@@ -87,7 +88,7 @@ def anchors(given: AnchorsArguments) -> int:
         threads=given.threads,
     )
     silence_transformers()
-    origin = provenance()
+    origin = provenance() | {"threads": str(plan.threads)}
     with progress_bar() as progress:
         bar = progress.add_task("rows", total=len(plan.anchors) * len(plan.bits) * len(plan.modes))
 
@@ -101,11 +102,10 @@ def anchors(given: AnchorsArguments) -> int:
         found = measure(plan, on_row)
     if given.json:
         return 0
-    print(as_markdown(found, plan.rivals))
+    print_report(as_markdown(found, plan.rivals))
     print(
-        f"\nRatios of specbeam's speed to that of a rival's fastest setting: median of {plan.repeats} rounds, smallest to "
-        f"largest; then by processor time. {summary(found)} ",
-        end="",
+        f"\nRatios of specbeam's speed to that of a rival's fastest setting: {of_rounds(plan.repeats)}; then by processor "
+        f"time. {summary(found)}".rstrip(),
+        in_one_line(origin),
     )
-    print(in_one_line(origin))
     return 0

@@ -10,10 +10,11 @@ import typer
 
 from specbeam.doors.cli.common import demo_sentences, in_one_line
 from specbeam.doors.cli.options import Grow, NewTokens, PairArguments, Rounds, Threads, file_to_write
+from specbeam.doors.cli.reports import print_report
 from specbeam.doors.places import write_output
 from specbeam.doors.plain import as_json
 from specbeam.errors import BadSetting, one_of
-from specbeam.lab.words import CLIFF_KINDS, CLIFF_METHODS, CLIFF_OPTIONS
+from specbeam.lab.words import CLIFF_KINDS, CLIFF_METHODS, CLIFF_OPTIONS, of_rounds
 
 if TYPE_CHECKING:
     from specbeam.lab.bench.cliffs import CliffPlan, SpeedCell
@@ -73,7 +74,7 @@ def cliffs(given: CliffsArguments) -> int:
         for table in measure(pair, plan, demo_sentences(), partial(progress.advance, bar)):
             cells += table
             _write(cells, plan, origin, given)  # after each table: a long run may be interrupted
-    print(_page(cells, plan, origin))
+    print_report(_page(cells, plan, origin))
     return 0
 
 
@@ -93,7 +94,7 @@ def _page(cells: "Sequence[SpeedCell]", plan: "CliffPlan", origin: dict[str, str
     from specbeam.lab.bench.cliffs_report import as_markdown
 
     return (
-        f"{as_markdown(cells)}\n\nRatios are taken round by round; median of {plan.repeats} rounds, smallest to largest; "
+        f"{as_markdown(cells)}\n\nRatios are taken round by round; {of_rounds(plan.repeats)}; "
         f"at most {plan.max_new_tokens} new tokens. {in_one_line(origin)}"
     )
 

@@ -8,8 +8,9 @@ import typer
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import in_one_line, print_json
 from specbeam.doors.cli.options import Json, checked
+from specbeam.doors.cli.reports import print_report
 from specbeam.errors import one_of
-from specbeam.lab.words import HOST_METHODS
+from specbeam.lab.words import HOST_METHODS, of_rounds
 
 if TYPE_CHECKING:
     from specbeam.lab.bench.host import HostFigures, HostPlan
@@ -21,7 +22,6 @@ class HostArguments(Record):
     method: Annotated[
         list[str],
         typer.Option(
-            "-m",
             "--method",
             help="Method to measure; may be given several times; by default all.",
             callback=checked(lambda name: one_of("--method", name, HOST_METHODS)),
@@ -60,7 +60,7 @@ def host(given: HostArguments) -> int:
         for cost in costs:
             print_json({**dataclasses.asdict(cost), "plan": dataclasses.asdict(plan), "provenance": origin})
     else:
-        print(_as_markdown(costs, plan))
+        print_report(_as_markdown(costs, plan))
         print(in_one_line(origin))
     return 0
 
@@ -85,6 +85,6 @@ def _as_markdown(costs: "list[HostFigures]", plan: "HostPlan") -> str:
     table = markdown_table(heads, rows)
     return (
         f"{plan.vocab} tokens, {plan.sessions} texts together, {plan.beams} beams, {plan.draft_beams} draft beams, "
-        f"{plan.depth} draft layers, models that compute nothing; median of {plan.rounds} rounds, smallest to largest\n\n"
+        f"{plan.depth} draft layers, models that compute nothing; {of_rounds(plan.rounds)}\n\n"
         f"{table}\n"
     )

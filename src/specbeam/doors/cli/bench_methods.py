@@ -10,6 +10,7 @@ import typer
 
 from specbeam.doors.cli.common import bundled_rows, in_one_line, print_records
 from specbeam.doors.cli.options import Grow, Json, NewTokens, PairArguments, Plot, checked
+from specbeam.doors.cli.reports import print_report
 from specbeam.doors.places import require_file
 from specbeam.errors import BadPrompt, BadSetting
 
@@ -86,7 +87,7 @@ def methods(given: MethodsBenchArguments) -> int:
     if given.json:
         print_records(lines, provenance=origin)
     else:
-        print(as_markdown(lines))
+        print_report(as_markdown(lines))
         print(
             "\n\\* changes the law of the output. 95 % intervals: bootstrap over prompts; Wilson's for 0 % and 100 %."
         )

@@ -19,6 +19,7 @@ from specbeam.doors.cli.options import (
     files_to_read,
     folder_to_write,
 )
+from specbeam.doors.cli.reports import print_report
 from specbeam.doors.options.table import warper_names
 from specbeam.doors.places import write_output
 from specbeam.errors import BadSetting, MissingFile, one_of
@@ -138,7 +139,7 @@ def paper(given: PaperArguments) -> int:
     if given.json:
         print_records(lines, provenance=origin)
     else:
-        print(as_markdown(lines))
+        print_report(as_markdown(lines))
         print("\n95 % intervals by bootstrap over questions; one question at a time. ", end="")
         print(in_one_line(origin))
     for task in tasks:

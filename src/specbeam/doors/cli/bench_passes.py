@@ -21,6 +21,8 @@ from specbeam.doors.cli.options import (
     Rounds,
     Threads,
 )
+from specbeam.doors.cli.reports import print_report
+from specbeam.lab.words import of_rounds
 
 if TYPE_CHECKING:
     from specbeam.lab.bench.passes import PassPlan
@@ -78,8 +80,8 @@ def passes(given: PassesArguments) -> int:
         for record in as_records(cells, fitted):
             print_json({**record, "provenance": origin})
     else:
-        print(as_markdown(cells, fitted, plan))
-        print(f"\nMedian of {plan.repeats} rounds, smallest to largest; fits are through medians. ", end="")
+        print_report(as_markdown(cells, fitted, plan))
+        print(f"\nTimes: {of_rounds(plan.repeats)}; fits are through medians. ", end="")
         print(in_one_line(origin))
     if given.plot is not None:
         plot(cells, fitted, plan, given.plot)

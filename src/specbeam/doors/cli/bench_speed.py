@@ -27,11 +27,12 @@ from specbeam.doors.cli.options import (
     parameters,
     prompt_files,
 )
+from specbeam.doors.cli.reports import print_report
 from specbeam.doors.method_names import settings_in
 from specbeam.doors.options.table import warper_names
 from specbeam.doors.prompts import PromptRow, read, spread
 from specbeam.errors import BadSetting, NotSupported, one_of
-from specbeam.lab.words import BASELINES
+from specbeam.lab.words import BASELINES, of_rounds
 
 if TYPE_CHECKING:
     from specbeam.lab.bench.outcome import Contender
@@ -179,10 +180,10 @@ def _show(given: SpeedArguments, pair: "Pair", tables: list[Any]) -> None:
         if given.json:
             print_records(table, provenance=origin)
         else:
-            print(as_markdown(table) + "\n")
+            print_report(as_markdown(table) + "\n")
     if not given.json:
         print(
-            f"Ratios are to {tables[0][0].name}, round by round; median of {given.repeats} rounds, smallest to largest. ",
+            f"Ratios are to {tables[0][0].name}, round by round; {of_rounds(given.repeats)}. ",
             end="",
         )
         print(in_one_line(origin))

@@ -23,10 +23,12 @@ from specbeam.doors.cli.options import (
     Settings,
     SpacedRows,
     checked,
+    files_to_read,
 )
+from specbeam.doors.cli.reports import print_report
 from specbeam.doors.places import require_file
 from specbeam.doors.prompts import spread
-from specbeam.errors import BadPrompt
+from specbeam.errors import BadPrompt, BadSetting
 
 if TYPE_CHECKING:
     from specbeam.lab.evaluate.theory import TheoryRow
@@ -51,7 +53,10 @@ class PerplexityArguments(Record):
             help="JSON lines with 'prompt', 'tokens' or 'text', and optionally 'reference'.",
             callback=checked(require_file),
         ),
-    ]
+    ] = []
+    file: Annotated[
+        list[Path], files_to_read("The same as an argument. May be given several times.", "--file", "-f")
+    ] = []
     model: Model = "bundled"
     engine: Engine = "auto"
     ended: Annotated[
@@ -110,6 +115,9 @@ def perplexity(given: PerplexityArguments) -> int:
 
     Each file is a row of the table; `specbeam generate --json` writes such files.
     """
+    files = [*given.files, *given.file]
+    if not files:
+        raise BadSetting("there is no file of outputs; give one as an argument or with --file")
     from rich.table import Table
 
     from specbeam.doors.cli.screen import Screen, working
@@ -122,7 +130,7 @@ def perplexity(given: PerplexityArguments) -> int:
     heads = ("number", "perplexity", "95 %", "by token", "tokens each", "distinct-2", "repeated", "BLEU", "exact match")
     for head in heads:
         table.add_column(head, justify="right")
-    read = {file: read_outputs(file, pair, given.ended) for file in given.files}
+    read = {file: read_outputs(file, pair, given.ended) for file in files}
     if any(outputs.references for outputs in read.values()):
         check_bleu()
     for file, outputs in read.items():
@@ -164,7 +172,7 @@ def theory(given: TheoryArguments) -> int:
     if given.json:
         print_records(found)
     else:
-        print(as_markdown(found))
+        print_report(as_markdown(found))
     if given.plot is not None:
         plot(found, given.plot)
     return 0

@@ -44,6 +44,7 @@ from specbeam.doors.cli.train import add_training
 from specbeam.doors.cli.transcribe import transcribe
 from specbeam.doors.cli.tune import tune
 from specbeam.doors.method_names import setting_meant
+from specbeam.doors.plain import for_terminal
 from specbeam.errors import BadPrompt, SpecbeamError
 
 
@@ -113,14 +114,26 @@ def start(
     from specbeam.doors.cli.screen import progress_console
     from specbeam.doors.progress import VARIABLE, show_compilation
 
+    word_warnings()
     context.default_map = read_defaults(context.command)
     if verbose:
         logging.basicConfig(format="%(name)s: %(message)s")
         logging.getLogger("specbeam").setLevel(logging.INFO)
+    if not sys.warnoptions:  # of Python: -W and PYTHONWARNINGS
+        warnings.simplefilter("ignore", FutureWarning)  # for developers of the libraries that call each other here
     if quiet:
         os.environ[VARIABLE] = "off"
         warnings.simplefilter("ignore")
     show_compilation(progress_console())
+
+
+def word_warnings() -> None:
+    """Print warnings as sentences, without the line of the source that gives them."""
+
+    def worded(message: Warning | str, *place: object, **line: object) -> str:
+        return f"specbeam: warning: {for_terminal(str(message))}\n"
+
+    warnings.formatwarning = worded
 
 
 for command in (generate, best, batch, transcribe, methods, inspect, serve, chat, tune, demo, env):

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from specbeam.lab.words import counted
+
 if TYPE_CHECKING:
     from specbeam.core.measure.profiler import Profile
     from specbeam.core.records import Generation
@@ -55,7 +57,8 @@ def show(profile: "Profile", whole_s: float, answers: "list[Generation]") -> Non
     seconds = dict(profile.seconds)
     seconds["around"] = max(whole_s - sum(seconds.values()), 0.0)
     inside = sum(value for name, value in seconds.items() if name.endswith("/model"))
-    table = Table(title=f"{passes} passes, {sum(len(answer.tokens) for answer in answers)} tokens, {whole_s:.2f} s")
+    tokens = sum(len(answer.tokens) for answer in answers)
+    table = Table(title=f"{counted(passes, 'pass')}, {counted(tokens, 'token')}, {whole_s:.2f} s")
     for head, side in (("part", "left"), ("ms per pass", "right"), ("share", "right"), ("", "left")):
         table.add_column(head, justify="right" if side == "right" else "left")
     for name in [*MEANINGS, "around"]:

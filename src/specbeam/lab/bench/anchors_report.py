@@ -5,17 +5,21 @@ from statistics import median
 
 from specbeam.lab.bench.anchors import OURS, AnchorRow, Setting
 from specbeam.lab.bench.tables import markdown_table, spread_text
+from specbeam.lab.words import counted
 
 
 def as_markdown(rows: Sequence[AnchorRow], rivals: Sequence[str]) -> str:
-    """Return a table with a row per model, bits and mode, and the ratios to the fastest setting of each rival."""
-    heads = ["model", "bits", "mode", "specbeam, tokens/s", *(f"{rival}, ratio" for rival in rivals)]
+    """Return a table with a row per model, bits and mode, and the ratios to the fastest setting of each rival that ran."""
+    measured = {setting.program for row in rows for setting in row.best}
+    present = [rival for rival in rivals if rival in measured]
+    heads = ["model", "bits", "mode", "specbeam, tokens/s", *(f"{rival}, ratio" for rival in present)]
     lines = []
     for row in rows:
         own, *others = row.best
         by_program = {one.program: one for one in others}
-        cells = [_cell(by_program.get(rival)) for rival in rivals]
-        lines.append([row.hub, str(row.bits), row.mode, f"{spread_text(own.rate, 1)} {own.name}", *cells])
+        cells = [_cell(by_program.get(rival)) for rival in present]
+        setting = own.name.removeprefix(OURS)  # such as " with drafts"
+        lines.append([row.hub, str(row.bits), row.mode, f"{spread_text(own.rate, 1)}{setting}", *cells])
     return markdown_table(heads, lines)
 
 
@@ -35,4 +39,6 @@ def summary(rows: Sequence[AnchorRow]) -> str:
     if not ratios:
         return ""
     middle = median(ratios)
-    return f"Ratio to the fastest rival, over {len(ratios)} rows: median {middle:.2f}, least {ratios[0]:.2f}."
+    return (
+        f"Ratio to the fastest rival, over {counted(len(ratios), 'row')}: median {middle:.2f}, least {ratios[0]:.2f}."
+    )

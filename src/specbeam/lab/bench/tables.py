@@ -18,13 +18,15 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def spread_text(spread: Spread, digits: int, separator: str = "") -> str:
-    """Return the median of a spread with the smallest and the largest value.
+    """Return the median of a spread with the smallest and the largest value, or the value alone if all are equal.
 
     Args:
         digits: number of decimals.
         separator: between thousands.
     """
     form = f"{separator}.{digits}f"
+    if spread.low == spread.high:
+        return f"{spread.median:{form}}"
     return interval_text(spread.median, spread.low, spread.high, form)
 
 
