@@ -114,6 +114,13 @@ def compilation_watch() -> CompilationWatch:
     return watch
 
 
+def end_compilation() -> None:
+    """End the processes that compile for this one, before it ends without Python's exit."""
+    from specbeam.core.compiling.ahead import end
+
+    end()
+
+
 def prints_on_terminal() -> bool:
     """Return whether a bar may take what is printed and draw it above itself.
 

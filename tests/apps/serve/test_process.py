@@ -1,5 +1,6 @@
 """The server as a process of its own: signals, and what it says."""
 
+import os
 import re
 import signal
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,55 @@ def test_a_server_whose_engine_hangs_ends_with_an_error_for_its_supervisor():
     process = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=600, check=False)
     assert process.returncode == 1, process.stderr
     assert "the engine is dead" in process.stderr
+
+
+DRAINS = HANGS.replace("waiting.result)", "os.kill, os.getpid(), signal.SIGTERM)").replace(
+    "import sys", "import os, signal, sys"
+)
+DRAINS = DRAINS.replace("stall_timeout=1.0", "drain_timeout=0.5").replace("run.LAST_S", "run.CUT_S")
+
+
+def test_a_signal_ends_a_server_within_its_time_although_a_step_hangs():
+    process = subprocess.run([sys.executable, "-c", DRAINS], capture_output=True, text=True, timeout=600, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "shutting down by force" in process.stderr
+
+
+def children_of(process):
+    """The processes that any thread of this one has started."""
+    found = []
+    for thread in Path(f"/proc/{process.pid}/task").iterdir():
+        found += (thread / "children").read_text().split()
+    return [int(one) for one in found]
+
+
+def is_alive(number):
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_ends_a_server_that_compiles_at_once_and_the_processes_that_compile_for_it(number, tmp_path):
+    environment = os.environ | {"SPECBEAM_CACHE": str(tmp_path), "SPECBEAM_COMPILERS": "2"}
+    command = [sys.executable, "-m", "specbeam", "serve", "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        while not (workers := children_of(process)):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(number)
+        _, log = process.communicate(timeout=30)  # compiling takes minutes
+        assert process.returncode == 0, log
+        assert "the server was not ready yet" in log
+        end = time.monotonic() + 30
+        while any(map(is_alive, workers)):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import ssl
 import sys
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -18,6 +17,7 @@ from specbeam import Pair
 from specbeam.apps.serve.app import BeamServer, make_app
 from specbeam.apps.serve.config import ServerConfig
 from specbeam.apps.serve.connections import Connections, GuardedConnection, most_connections
+from specbeam.apps.serve.leaving import end_now
 from specbeam.apps.serve.logs import set_up_log
 from specbeam.doors import load_by_name
 from specbeam.errors import BadSetting, SpecbeamError
@@ -25,23 +25,33 @@ from specbeam.errors import BadSetting, SpecbeamError
 LOG = logging.getLogger("specbeam.serve")
 WATCH_S = 1.0  # seconds between two checks of the engine
 LAST_S = 5.0  # seconds to send the last answers before the process is ended by force
+CUT_S = 5.0  # seconds after `drain_timeout` in which the engine cuts the texts that remain
 
 
 class _Uvicorn(uvicorn.Server):
-    """A server that drains at the first SIGINT or SIGTERM, and ends at once at the second one."""
+    """A server that drains at the first SIGINT or SIGTERM, and ends at once at the second one.
+
+    Before it can answer, it ends at once: there are no requests, and its threads may compile for minutes.
+    """
 
     def __init__(self, config: uvicorn.Config, server: BeamServer) -> None:
         super().__init__(config)
         self.beams = server
         self.code = 0
         self._ending: threading.Thread | None = None
+        self._end_by = float("inf")  # clock time at which a server that drains ends by force
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._ending is not None or sig not in (signal.SIGINT, signal.SIGTERM):
             self.force_exit = True
             self.should_exit = True
             return
-        LOG.info("shutting down: running requests have %g seconds to finish", self.beams.config.drain_timeout)
+        if self.beams.state == "loading":
+            LOG.info("shutting down: the server was not ready yet, so there are no requests to finish")
+            end_now(0)
+        drain_s = self.beams.config.drain_timeout
+        LOG.info("shutting down: running requests have %g seconds to finish", drain_s)
+        self._end_by = time.monotonic() + drain_s + CUT_S
         self.beams.state = "draining"
         self._ending = threading.Thread(target=self._drain, name="specbeam end", daemon=True)
         self._ending.start()
@@ -53,10 +63,14 @@ class _Uvicorn(uvicorn.Server):
     def watch(self) -> None:
         """End the process with an error if the engine is dead, so that a supervisor can restart it.
 
-        It ends by force, because Python would wait for threads that wait for a hanging engine.
+        It ends by force, because Python would wait for threads that wait for a hanging engine. So does a server that drains
+        while its engine compiles a step or hangs.
         """
         while not self.should_exit:
             time.sleep(WATCH_S)
+            if time.monotonic() > self._end_by:
+                LOG.warning("shutting down by force: the engine was still in a step after drain_timeout")
+                end_now(self.code)
             if self.beams.state == "failed" and not self.beams.has_started:
                 self.code = 1
                 self.should_exit = True
@@ -69,7 +83,7 @@ class _Uvicorn(uvicorn.Server):
                 self.should_exit = True
         if self.force_exit:
             time.sleep(LAST_S)
-            _end_now(self.code)
+            end_now(self.code)
 
 
 def serve(config: ServerConfig) -> int:
@@ -137,14 +151,6 @@ def load_pair(config: ServerConfig) -> Pair:
         compute=compute,
         engine=engine,
     )
-
-
-def _end_now(code: int) -> None:
-    """Flush the streams and end the process without waiting for its threads."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or a broken pipe
-            stream.flush()
-    os._exit(code)
 
 
 def _read_keys(server: BeamServer) -> None:

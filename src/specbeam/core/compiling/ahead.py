@@ -124,6 +124,14 @@ def _end(process: Any) -> None:
         process.wait()
 
 
+def end() -> None:
+    """End the worker processes, and release the claims of this process, for a program that ends without Python's exit."""
+    for process in _BEGUN:
+        if process is not None:
+            _end(process)
+    end_all()
+
+
 def _forget(process: Any) -> None:
     """Detach the workers in a forked copy of the process that started them: they end with the original."""
     process.stdin.close()

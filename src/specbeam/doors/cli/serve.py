@@ -35,6 +35,14 @@ class ServeArguments(Record):
 
 def serve(given: ServeArguments) -> int:
     """Start an HTTP server with OpenAI's API, beams, and a page that shows drafts."""
+    from specbeam.apps.serve.leaving import ended_by_signals
+
+    with ended_by_signals():
+        return _serve(given)
+
+
+def _serve(given: ServeArguments) -> int:
+    """Check the options, and serve until a signal ends the server."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
