@@ -150,7 +150,10 @@ def another_tokenizer():
         (lambda: sb.load("bundled", torch_dtype="float32"), r"no option torch_dtype \(did you mean dtype\?\)"),
         (lambda: sb.hmt("bundled", memry=3), r"hmt\(\) has no option memry \(did you mean memory\?\)"),
         (lambda: sb.dsbd(4).with_parts(drafer=3), r"with_parts\(\) has no part drafer \(did you mean drafter\?\)"),
-        (lambda: inspect.unwrap(sb.load)(3), r"target is 3 of type int; give a path, a hub id, 'bundled' or a model of"),
+        (
+            lambda: inspect.unwrap(sb.load)(3),
+            r"target is 3 of type int; give a path, a hub id, 'bundled' or a model of",
+        ),
         (lambda: inspect.unwrap(sb.load)("bundled", [1]), r"draft is \[1\] of type list; give a path"),
         (lambda: inspect.unwrap(sb.load)("bundled", tokenizer=3), "tokenizer is 3 of type int; .* or a tokenizer of"),
     ],

@@ -22,7 +22,7 @@ def to_pandas(outs: "Iterable[Generation] | Generation", beams: bool = False) ->
     try:
         import pandas as pd
     except ImportError as error:
-        raise MissingPackage("to_pandas needs pandas: pip install pandas") from error
+        raise MissingPackage("to_pandas needs pandas: pip install 'specbeam[pandas]'") from error
     each = [outs] if isinstance(outs, Generation) else [*outs]
     _check_are_answers(each)
     columns = ["prompt", *(["beam"] if beams else []), "text", "tokens", "score", "finished", *_OF_REPORT]

@@ -82,7 +82,7 @@ def adapter_at(source: Any) -> Adapter | None:
     for package in ("peft", "accelerate"):
         if find_spec(package) is None:
             raise MissingPackage(
-                f"{name} holds a {kind} adapter, and merging it needs {package}: pip install peft accelerate"
+                f"{name} holds a {kind} adapter, and merging it needs {package}: pip install 'specbeam[adapters]'"
             )
     return Adapter(name, kind, base, file)
 

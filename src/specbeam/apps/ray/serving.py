@@ -101,7 +101,7 @@ def deployment(config: ServerConfig | None = None, *, sticky: bool = True, **opt
     try:
         from ray import serve
     except ImportError as error:
-        raise MissingPackage(f"replicas need the package {error.name}: pip install 'ray[serve]'") from error
+        raise MissingPackage(f"replicas need the package {error.name}: pip install 'specbeam[replicas]'") from error
     config = config or ServerConfig()
     config.check_open()
     if config.tensor_parallel:

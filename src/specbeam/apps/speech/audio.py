@@ -91,7 +91,7 @@ def check_readable() -> Any:
     try:
         import av
     except (ImportError, OSError) as error:  # OSError: its libraries are missing
-        raise MissingPackage(f"audio files need the package PyAV: pip install av ({error})") from error
+        raise MissingPackage(f"audio files need the package PyAV: pip install 'specbeam[speech]' ({error})") from error
     _soxr()
     return av
 
@@ -101,7 +101,7 @@ def _soxr() -> Any:
     try:
         import soxr
     except (ImportError, OSError) as error:
-        raise MissingPackage(f"resampling needs the package soxr: pip install soxr ({error})") from error
+        raise MissingPackage(f"resampling needs the package soxr: pip install 'specbeam[speech]' ({error})") from error
     return soxr
 
 

