@@ -393,3 +393,7 @@ def test_a_misspelt_argument_is_recognised(models):
         sb.SpecbeamError, match=r"draft_modl would be ignored; leave it out \(did you mean draft_model\?\)"
     ):
         sb.hf.dsbd(target, ids, draft_model=draft, draft_modl=draft, generation_config=target.generation_config)
+
+
+def test_the_module_lists_its_functions_alone():
+    assert dir(sb.hf) == ["beam_sampling", "beam_search", "dsbd", "repository"]

@@ -34,6 +34,7 @@ FLOORS = [
         "models.stand_ins",
     },
     {
+        "core.arguments",
         "core.caches",
         "core.guard",
         "core.lazy",

@@ -1,5 +1,6 @@
 """What leaves the program can be read by other programs: pictures, JSON, files and terminals, whatever a model writes."""
 
+import errno
 import io
 import json
 import random
@@ -229,3 +230,18 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
             read(str(tmp_path / name))
     assert lines_of(tmp_path / "marked") == ["a", "b"]
     assert [row.prompt for row in read(str(tmp_path / "marked"))] == ["a", "b"]
+
+
+def test_advice_on_a_file_that_cannot_be_written_follows_the_error(tmp_path):
+    folder = tmp_path / "no" / "where"
+    with pytest.raises(
+        CannotWrite, match=rf"No such file or directory; create the folder {folder}, or give another name$"
+    ):
+        places.write_output(folder / "x.html", "text")
+    for number, advice in (
+        (errno.ENOSPC, "make room"),
+        (errno.EACCES, "change its permissions"),
+        (errno.EIO, "give another"),
+    ):
+        with pytest.raises(CannotWrite, match=f"; {advice}"), places.writing(tmp_path / "x"):
+            raise OSError(number, "broken")

@@ -42,9 +42,19 @@ def test_dictionaries_go_through_json(answer):
 
 
 def test_representations_are_short(answer, pair):
-    assert repr(replace(answer, text="")) == "<Generation [4, 5], 2 beams, 6 tokens in 3 passes; exact: a law>"
+    assert (
+        repr(replace(answer, text=""))
+        == "<Generation '' of tokens [4, 5], 2 beams, 6 tokens in 3 passes; exact: a law>"
+    )
     assert repr(answer) == "<Generation 'one <b> & two', 2 beams, 6 tokens in 3 passes; exact: a law>"
+    cut = replace(answer, text="other", tokens=[4, 6])
+    assert repr(cut).startswith("<Generation 'other' (cut off), 2 beams, ")
     assert len(repr(pair)) < 300
+    assert repr(pair.target) == f"<HuggingFaceLM of {type(pair.target_model).__name__}, engine {pair.target.engine!r}>"
+    texts = sb.best(pair, PROMPTS[0], 2, max_new_tokens=4)
+    assert repr(texts) == f"<BestTexts, 0 texts so far; {texts.report.law}>"
+    rounded = sb.load(pair.target_model, quantize="int8", tokenizer=False)
+    assert ", int8, engine " in repr(rounded)
     assert "ForCausalLM" in repr(pair)
     assert "no draft" in repr(sb.load(pair.target_model, tokenizer=False))
 

@@ -373,8 +373,10 @@ class Generation:
     def __repr__(self) -> str:
         beams = f", {len(self.beams)} beams" if len(self.beams) > 1 else ""
         cost = self.report.passes
-        answer = self.text or self.tokens  # without a tokenizer there is no text
-        return f"<Generation {answer!r}{beams}, {cost}; {self.report.law}>"
+        answer = repr(self.text) if self.text else f"'' of tokens {self.tokens}"  # without a tokenizer there is no text
+        is_cut = any(beam.tokens == self.tokens and not beam.finished for beam in self.beams)
+        end = " (cut off)" if is_cut else ""
+        return f"<Generation {answer}{end}{beams}, {cost}; {self.report.law}>"
 
     def to_dict(self) -> dict[str, Any]:
         """Return text, tokens, beams, report and prompt as dictionaries and lists, and the trace, if there is one."""

@@ -11,7 +11,7 @@ from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import Options, warper_names
 from specbeam.doors.options.unknown import check_names
 from specbeam.doors.request import Request
-from specbeam.errors import NotSupported, TooFewAnswers
+from specbeam.errors import NotSupported, TooFewAnswers, counted
 from specbeam.models.pair import Pair, as_pair
 from specbeam.recipes.best import LIMIT, WIDTH, Guesses, best_first
 
@@ -53,6 +53,9 @@ class BestTexts(Iterator[Beam]):
             raise StopIteration
         self.count += 1
         return self.request.beam(session, session.ended[self.count - 1])
+
+    def __repr__(self) -> str:
+        return f"<BestTexts, {counted(self.count, 'text')} so far; {self.report.law}>"
 
     @property
     def report(self) -> Report:

@@ -1,5 +1,6 @@
 """Files named by users: checks before any work, and errors that name the file."""
 
+import errno
 import gzip
 import lzma
 import os
@@ -95,14 +96,30 @@ def reading(path: Path, wanted: str = "give the name of a file") -> Iterator[Non
 
 
 @contextmanager
-def writing(path: Path, advice: str = "give another name, or make room") -> Iterator[None]:
-    """Turn system errors inside the block into a `CannotWrite` that names the file."""
+def writing(path: Path, advice: str = "") -> Iterator[None]:
+    """Turn system errors inside the block into a `CannotWrite` that names the file.
+
+    Args:
+        advice: for the message; "": by the kind of the error.
+    """
     try:
         yield
     except SpecbeamError:
         raise
     except OSError as error:
-        raise CannotWrite(f"{path} cannot be written: {error.strerror or error}; {advice}") from error
+        found = advice or _advice(path, error)
+        raise CannotWrite(f"{path} cannot be written: {error.strerror or error}; {found}") from error
+
+
+def _advice(path: Path, error: OSError) -> str:
+    """Return what to do about an error in writing a file."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "make room, or give another name"
+    if isinstance(error, FileNotFoundError):
+        return f"create the folder {path.parent}, or give another name"
+    if isinstance(error, PermissionError):
+        return "change its permissions, or give another name"
+    return "give another name"
 
 
 def write_output(path: Path, content: str | bytes) -> None:

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbeam.core.arguments import refusing_unknown
 from specbeam.core.lm import LM
-from specbeam.core.names import refusing_unknown
 from specbeam.doors.sources import require_prompts
 from specbeam.errors import BadSetting
 from specbeam.models.huggingface import HuggingFaceLM

@@ -319,6 +319,9 @@ class HuggingFaceLM:
         assert self.runner.runs_ranges
         return self.runner
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.model_name}, engine {self.engine!r}>"
+
     @property
     def model_name(self) -> str:
         return type(self.known).__name__

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from specbeam.core.arguments import refusing_unknown
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.garbage import rarely_collected
 from specbeam.core.lm import LM
-from specbeam.core.names import refusing_unknown
 from specbeam.doors.progress import show_compilation
 from specbeam.engines.choices import Quantize, check_is_model, check_kv, check_what_runs, is_rounding
 from specbeam.engines.cpu.cache_words import KVType
@@ -46,6 +46,7 @@ from specbeam.models.loading.spread import check_before_spreading, check_spread,
 from specbeam.models.loading.tokenizers import ends_of, read_tokenizer
 from specbeam.models.loading.vocabularies import tokens_in_common
 from specbeam.models.memory.lm import MemoryLM
+from specbeam.models.quantised import rounding_of
 from specbeam.models.skipping import Skipping
 from specbeam.models.spread import end_together, spread_model
 from specbeam.models.stand_ins import at_hand, whole
@@ -177,8 +178,8 @@ def _said(lm: Any) -> str:
         return lm.model_name
     if not isinstance(lm, HuggingFaceLM):
         return type(lm.model).__name__ if hasattr(lm, "model") else type(lm).__name__
-    facts = [f"{lm.weights / 1e6:,.1f} M weights", f"engine {lm.engine!r}"]
-    return f"{lm.model_name} ({', '.join(facts)})"
+    facts = [f"{lm.weights / 1e6:,.1f} M weights", rounding_of(lm), f"engine {lm.engine!r}"]
+    return f"{lm.model_name} ({', '.join(filter(None, facts))})"
 
 
 def _check_kind(name: str, source: object, kinds: tuple[type, ...]) -> None:
@@ -243,8 +244,7 @@ def load(
             - for an encoder-decoder target: another encoder-decoder model, which shares the target's encoder if both
               encoders have equal weights; a decoder without an encoder (`WhisperForCausalLM`); or a causal language model,
               which does not see the source.
-        tokenizer: a path, a hub id, "bundled" or an object; None: the target's tokenizer; False: none, for prompts of token
-            ids.
+        tokenizer: a path, a hub id, "bundled" or an object; None: the target's tokenizer; False: none, for token ids.
         dtype: "auto" is the checkpoint's type on a GPU. On a CPU, arithmetic is in float32, and so are the weights of models
             of up to 300 M parameters. If the compiled forward runs a larger model, its weights stay in memory-mapped files,
             and only the engine's copy takes memory: as much as the files (less if rounded), and about 200 MB more while it

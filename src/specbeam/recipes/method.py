@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec
 
+from specbeam.core.arguments import refusing_unknown
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
-from specbeam.core.names import SETTINGS_ELSEWHERE, refusing_unknown
+from specbeam.core.names import SETTINGS_ELSEWHERE
 from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part, law_of
 
 

@@ -38,6 +38,8 @@ from specbeam.recipes.sequence import speculative_sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+__all__ = ["beam_sampling", "beam_search", "dsbd", "repository"]
+
 Door = Callable[..., Any]
 _NOT_HERE = ("beams", "trace")  # settings of recipes with another name in `generate`, or without use there
 
@@ -185,3 +187,8 @@ def repository() -> Path:
     transformers requires ``trust_remote_code=True`` with it.
     """
     return Path(__file__).parent / "repository"
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return __all__

@@ -103,6 +103,9 @@ class ChainLM:
         """Free the engine if it was made for this model, as happens when the model is dropped; it scores no more."""
         self._release()
 
+    def __repr__(self) -> str:
+        return f"<ChainLM of {self.model_name}>"
+
     @property
     def model_name(self) -> str:
         """The name of the model that the engine runs."""

@@ -147,6 +147,9 @@ class MemoryLM:
         """See `HuggingFaceLM.is_compiled`."""
         return self.lm.is_compiled
 
+    def __repr__(self) -> str:
+        return f"<MemoryLM of {self.lm.model_name}, {self.note}>"
+
     @property
     def note(self) -> str:
         """A description of how its law differs from the model's."""
