@@ -1,6 +1,7 @@
 """The options of the program itself, the help of each command, and what a bug report needs."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -20,12 +21,30 @@ def commands(group, path=()):
         yield from commands(command, (*path, name))
 
 
+@pytest.mark.parametrize("columns", [60, 80])
 @pytest.mark.parametrize("path", commands(get_command(app)), ids=" ".join)
-def test_every_command_has_help(path):
+def test_every_command_has_help_with_whole_names(path, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
     code, out, err = specbeam(*path, "--help")
-    assert code == 0
+    assert (code, err) == (0, "")
     assert "Usage: " in out
-    assert not err
+    assert specbeam(*path, "-h")[1] == out
+    command = get_command(app)
+    for name in path:
+        command = command.commands[name]
+    flags = [
+        flag
+        for one in command.params
+        if not one.hidden
+        for flag in (*one.opts, *one.secondary_opts)
+        if flag.startswith("-")
+    ]
+    assert set(flags) <= set(re.findall(r"[-\w.]+", out))
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out
+    assert "<bool>" not in out
+    names = [line for line in out.splitlines() if line.lstrip().startswith("-")]
+    wide = [line for line in out.splitlines() if len(line) > columns and line not in names]
+    assert not wide
 
 
 def test_the_version_is_printed_without_a_command():
@@ -62,7 +81,7 @@ def test_every_option_of_the_program_runs(option, tmp_path, monkeypatch):
 def test_these_are_all_options_of_the_program():
     command = get_command(app)
     context = command.make_context("specbeam", ["methods"], resilient_parsing=True)
-    assert {option.opts[0] for option in command.get_params(context)} == ROOT_OPTIONS.keys()
+    assert {max(option.opts, key=len) for option in command.get_params(context)} == ROOT_OPTIONS.keys()
 
 
 @pytest.mark.parametrize("columns", [None, "60"])
@@ -72,8 +91,11 @@ def test_tables_are_whole_in_a_pipe_and_fit_a_stated_width(columns, monkeypatch)
         monkeypatch.setenv("COLUMNS", columns)
     lines = specbeam("methods")[1].splitlines()
     laws = [recipe.law for recipe in sb.methods()]
+    assert all(line == line.rstrip() for line in lines)
     if columns:
         assert max(map(len, lines)) <= int(columns)
+        assert "\N{HORIZONTAL ELLIPSIS}" not in "".join(lines)
+        assert {recipe.name for recipe in sb.methods()} <= {line.split()[0] for line in lines if line}
     else:
         assert all(any(law in line for line in lines) for law in laws)
 

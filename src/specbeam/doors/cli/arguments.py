@@ -11,13 +11,15 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from specbeam.doors.cli.common import check_options, with_files
 from specbeam.doors.options.table import OPTIONS, GenerationOption, kind_of
 
 # Panels of `--help`: the most used options of generation, and all others.
 COMMON = "Generation (defaults: the model's generation config)"
-FURTHER = "More options of generation (defaults: the model's generation config)"
+FURTHER = "More options of generation (defaults: as above)"
+WHOLE = 10_000  # characters: more than any sentence has
 _SIMPLE = {bool, int, float, str}
 Made = TypeVar("Made")
 
@@ -109,7 +111,10 @@ def parameter_of(
         default = []
     names = [f"--{flag.name}"] if flag.name else []
     panel = panel or (COMMON if flag.is_common else FURTHER)
-    about = typer.Option(*names, help=flag.help or option.meaning, rich_help_panel=panel)
+    help = flag.help or option.meaning
+    if option.name in defaults:
+        help = help.partition(" Not set:")[0]
+    about = typer.Option(*names, help=help, rich_help_panel=panel)
     return parameter(option.name, Annotated[kind, about], default)
 
 
@@ -134,7 +139,47 @@ def add_command(app: typer.Typer, run: Callable[[Any], int], name: str | None = 
 
     command.__doc__ = run.__doc__
     command.__signature__ = Signature(parameters_of(record))  # type: ignore[attr-defined]
-    app.command(name or run.__name__.replace("_", "-"), **about)(command)
+    app.command(name or run.__name__.replace("_", "-"), cls=PlainCommand, **about)(command)
+
+
+class PlainCommand(TyperCommand):
+    """A command with its help as plain text, in which no terminal is too narrow for the name of an option."""
+
+    def format_options(self, context: Any, formatter: Any) -> None:
+        """Write the arguments and options, a section per panel."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for one in self.get_params(context):
+            usual = "Arguments" if one.param_type_name == "argument" else "Options"
+            panel = getattr(one, "rich_help_panel", None) or usual
+            line = one.get_help_record(context)
+            if line is not None:
+                panels.setdefault(panel, []).append(line)
+        for panel, lines in panels.items():
+            if lines:
+                with formatter.section(panel):
+                    formatter.write_dl(lines)
+
+
+class PlainGroup(TyperGroup):
+    """A group of commands with its help as plain text."""
+
+    def format_commands(self, context: Any, formatter: Any) -> None:
+        """Write the commands, each with the first sentence of its help."""
+        commands = [command for command in self.commands.values() if not command.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl([(command.name, command.get_short_help_str(limit=WHOLE)) for command in commands])
+
+
+def command_group(help: str, cls: type[PlainGroup] = PlainGroup, **about: Any) -> typer.Typer:
+    """Return an empty group of commands, with its help as plain text.
+
+    Args:
+        about: further arguments of `typer.Typer`.
+    """
+    settings = {"help_option_names": ["--help", "-h"], "max_content_width": 120}
+    return typer.Typer(
+        cls=cls, no_args_is_help=True, help=help, rich_markup_mode=None, context_settings=settings, **about
+    )
 
 
 def parameters_of(record: type[Record]) -> list[Parameter]:

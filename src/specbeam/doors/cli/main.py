@@ -9,7 +9,6 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from typer import BadParameter
-from typer.core import TyperGroup
 
 from specbeam.doors.cli import (
     bench_anchors,
@@ -25,11 +24,12 @@ from specbeam.doors.cli import (
     heads,
     train_memory,
 )
-from specbeam.doors.cli.arguments import add_command
+from specbeam.doors.cli.arguments import PlainCommand, PlainGroup, add_command, command_group
 from specbeam.doors.cli.batch import batch
 from specbeam.doors.cli.bench import acceptance, efficiency
 from specbeam.doors.cli.best import best
 from specbeam.doors.cli.chat import chat
+from specbeam.doors.cli.common import complain
 from specbeam.doors.cli.defaults import place_of_defaults, read_defaults
 from specbeam.doors.cli.demo import demo
 from specbeam.doors.cli.diff import diff, diff_by_its_older_name
@@ -47,8 +47,10 @@ from specbeam.doors.method_names import setting_meant
 from specbeam.doors.plain import for_terminal
 from specbeam.errors import BadPrompt, SpecbeamError
 
+HELP = {"--help", "-h"}
 
-class Commands(TyperGroup):
+
+class Commands(PlainGroup):
     """Commands whose errors reach `main`, including errors that typer would handle."""
 
     def invoke(self, context: Any) -> Any:
@@ -61,6 +63,8 @@ class Commands(TyperGroup):
             raise
         except BrokenPipeError as error:
             raise ClosedPipe from error
+        except KeyboardInterrupt as error:  # typer would end without a word
+            raise Interrupted from error
         except EOFError as error:  # typer would print "Aborted"
             raise BadPrompt(f"a file ends too early: {error}") from error
         except Exception as error:
@@ -76,15 +80,18 @@ def _advice(error: Any) -> str:
     return f"; it is a setting of methods: --set {setting}=..." if takes_settings and setting else ""
 
 
+class Interrupted(Exception):
+    """Raised for an interrupt."""
+
+
 class ClosedPipe(Exception):
     """Raised when the reader of standard output has closed it."""
 
 
-app = typer.Typer(
+app = command_group(
+    "Generate text with language models and speculative beam decoding. To begin: specbeam demo.",
     cls=Commands,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Generate text with language models and speculative beam decoding. To begin: specbeam demo.",
 )
 
 
@@ -115,7 +122,12 @@ def start(
     from specbeam.doors.progress import VARIABLE, show_compilation
 
     word_warnings()
-    context.default_map = read_defaults(context.command)
+    try:
+        context.default_map = read_defaults(context.command)
+    except SpecbeamError as error:
+        if not HELP & set(sys.argv):
+            raise
+        complain(f"{error} (the help below is without it)")
     if verbose:
         logging.basicConfig(format="%(name)s: %(message)s")
         logging.getLogger("specbeam").setLevel(logging.INFO)
@@ -139,8 +151,8 @@ def word_warnings() -> None:
 for command in (generate, best, batch, transcribe, methods, inspect, serve, chat, tune, demo, env):
     add_command(app, command)
 
-checks = typer.Typer(no_args_is_help=True, help="Check and score outputs of decoding methods.")
-checks.command("harness", context_settings=AS_GIVEN)(harness)
+checks = command_group("Check and score outputs of decoding methods.")
+checks.command("harness", cls=PlainCommand, context_settings=AS_GIVEN)(harness)
 add_command(checks, evaluate.same_beams)
 add_command(checks, diff)
 add_command(checks, fuzz)
@@ -149,7 +161,7 @@ add_command(checks, evaluate.theory)
 app.add_typer(checks, name="evaluate")
 add_command(app, diff_by_its_older_name, "diff", hidden=True)
 
-measures = typer.Typer(no_args_is_help=True, help="Measure speed, quality and acceptance of decoding methods.")
+measures = command_group("Measure speed, quality and acceptance of decoding methods.")
 add_command(measures, efficiency)
 add_command(measures, acceptance)
 add_command(measures, bench_specbench.specbench)
@@ -163,12 +175,12 @@ add_command(measures, bench_serve.serve)
 add_command(measures, bench_passes.passes)
 app.add_typer(measures, name="bench")
 
-trainings = typer.Typer(no_args_is_help=True, help="Train draft models, draft heads and memories.")
+trainings = command_group("Train draft models, draft heads and memories.")
 add_training(trainings)
 add_command(trainings, train_memory.train_memory, "hmt")
 app.add_typer(trainings, name="train")
 
-draft_heads = typer.Typer(no_args_is_help=True, help="Inspect draft heads.")
+draft_heads = command_group("Inspect draft heads.")
 draft_heads.callback()(lambda: None)  # keeps the name of its only command
 add_command(draft_heads, heads.inspect)
 app.add_typer(draft_heads, name="heads")
@@ -188,7 +200,7 @@ def main() -> None:
             app()
         finally:
             sys.stdout.flush()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         _end("interrupted", 130)
     except (BrokenPipeError, ClosedPipe):
         _end("", 141)

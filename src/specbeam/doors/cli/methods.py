@@ -1,6 +1,7 @@
 """The command `specbeam methods`: the catalogue of methods."""
 
 import inspect
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,9 @@ from specbeam.doors.method_names import setting_names
 
 if TYPE_CHECKING:
     from specbeam.recipes.method import Recipe
+
+
+NARROW = 100  # columns
 
 
 class MethodsArguments(Record):
@@ -57,12 +61,20 @@ def _explain(recipe: "Recipe") -> None:
 
 
 def _print_table(listed: "list[Recipe]") -> None:
+    """Print a table of methods; on a narrow terminal, which would break its words, a paragraph per method."""
     from rich.table import Table
 
     from specbeam.doors.cli.screen import Screen
 
-    table = Table("method", "output law", "needs", "paper", box=None, pad_edge=False)
-    for recipe in listed:
-        table.add_row(recipe.name, recipe.law, recipe.needs, recipe.paper)
-    Screen().print(table)
+    screen = Screen()
+    if screen.width < NARROW:
+        for recipe in listed:
+            said = f"{recipe.law} Needs {recipe.needs}. Paper: {recipe.paper}"
+            print(recipe.name)
+            print(fill(said, screen.width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
+    else:
+        table = Table("method", "output law", "needs", "paper", box=None, pad_edge=False)
+        for recipe in listed:
+            table.add_row(recipe.name, recipe.law, recipe.needs, recipe.paper)
+        screen.print(table)
     print("\n`specbeam methods NAME` explains a method.")

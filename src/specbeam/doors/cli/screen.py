@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from specbeam.doors.plain import for_terminal
@@ -22,13 +23,28 @@ WHOLE = 10_000  # columns: more than any table has
 class Screen(Console):
     """A console that interprets no markup or emoji names, and escapes control characters.
 
-    Tables fit the terminal. In files and pipes they are whole, unless `COLUMNS` states a width.
+    Tables fit the terminal, and words too long for their column are broken, not cut. In files and pipes tables are whole,
+    unless `COLUMNS` states a width, and no line ends in blanks.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False} | options)
         if not (self.is_terminal or self.is_jupyter or "COLUMNS" in os.environ):
             self.width = WHOLE
+
+    def print(self, *things: Any, **options: Any) -> None:
+        """Print texts and tables."""
+        tables = [thing for thing in things if isinstance(thing, Table)]
+        for table in tables:
+            for column in table.columns:
+                column.overflow = "fold"
+        if not tables or self.is_terminal or self.is_jupyter:
+            super().print(*things, **options)
+            return
+        with self.capture() as captured:
+            super().print(*things, **options)
+        lines = [line.rstrip() for line in captured.get().split("\n")]
+        self.out("\n".join(lines), end="", highlight=False)
 
     def on_broken_pipe(self) -> None:
         """Raise the error for `main`; rich would end the process."""
@@ -42,7 +58,7 @@ class Screen(Console):
 @cache
 def progress_console() -> Screen:
     """Return the console of all progress. With several, displays that are shown together would overwrite each other."""
-    return Screen(stderr=True)
+    return Screen(stderr=True, soft_wrap=True)  # a line printed above a bar stays one line, which copying keeps
 
 
 def progress_bar(*columns: "ProgressColumn", stays: bool = False) -> "Progress":
