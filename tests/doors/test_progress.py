@@ -105,6 +105,20 @@ def test_it_can_be_turned_off(terminal, monkeypatch):
         progress.show_compilation()
 
 
+@pytest.mark.parametrize(("seconds", "lines"), [(0.6, 0), (3.0, 1)])
+def test_a_pipe_gets_one_line_of_a_long_compilation(seconds, lines, monkeypatch, capsys):
+    """Five seconds of all compilations together; those inside others do not count twice."""
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    note = progress.CompilationNote()
+    for _ in range(4):
+        for begins in (True, True, False, False):
+            note.note(begins)
+            clock[0] += seconds / 3
+    said = capsys.readouterr().err
+    assert said == lines * "specbeam: compiling for this processor, once; it may take a minute\n"
+
+
 PROGRAM = """
 import logging, time, numba
 from specbeam.core.compiling.compiler import compiled
@@ -156,6 +170,26 @@ def test_a_step_that_cannot_be_compiled_leaves_no_bar(terminal):
         step.compile((types.int64,))
     assert progress._SHOWN[0].under_way == 0
     assert progress._SHOWN[0].progress is None
+
+
+LONG = """
+from specbeam.doors.cli.screen import progress_bar
+
+with progress_bar() as bar:
+    bar.add_task("prompts", total=2)
+    print("word " * 40)
+"""
+
+
+def test_a_long_line_under_a_bar_stays_one_line():
+    """A terminal breaks it for the eye alone; a line end inside would be copied."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "COLUMNS": "60"}
+    ours, theirs = pty.openpty()
+    subprocess.run([sys.executable, "-c", LONG], stderr=theirs, stdout=theirs, check=True, env=environment)
+    os.close(theirs)
+    shown = os.read(ours, 65_536)
+    os.close(ours)
+    assert b"word " * 39 + b"word" in shown
 
 
 PRINTING = """

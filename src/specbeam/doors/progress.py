@@ -1,4 +1,4 @@
-"""Progress on standard error, in terminals and notebooks: bars, and one that shows while steps are compiled."""
+"""Progress on standard error: bars in terminals and notebooks, and what shows that steps are compiled, a line elsewhere."""
 
 import os
 import sys
@@ -14,7 +14,8 @@ from specbeam.errors import BadSetting
 VARIABLE = "SPECBEAM_PROGRESS"  # "off": no bars
 _FEW = 5  # steps from whose times the rest is not estimated
 _LOCK = RLock()
-_SHOWN: list["CompilationBar"] = []  # at most one
+SILENT_S = 5.0  # seconds of compilation without a word, where no bar is shown
+_SHOWN: list["CompilationBar | CompilationNote"] = []  # at most one
 
 
 class CompilationBar:
@@ -69,6 +70,30 @@ class CompilationBar:
             return ""
         spent = self._spent_s + time.monotonic() - self._began
         return str(timedelta(seconds=round(spent * (total - done) / fresh)))
+
+
+class CompilationNote:
+    """A line on standard error, once per process, after `SILENT_S` of compilation, for files and pipes."""
+
+    def __init__(self) -> None:
+        self.under_way = 0  # number of nested compilations
+        self.began = 0.0  # when the outermost one began
+        self.spent = 0.0  # seconds of all that have ended
+        self.is_said = False
+
+    def note(self, begins: bool) -> None:
+        """Note that the compilation of a step begins or ends, and write the line if it is time."""
+        now = time.monotonic()
+        if begins and self.under_way == 0:
+            self.began = now
+        running = now - self.began
+        if self.spent + running >= SILENT_S and not self.is_said and sys.stderr is not None:
+            self.is_said = True
+            sys.stderr.write("specbeam: compiling for this processor, once; it may take a minute\n")
+            sys.stderr.flush()
+        self.under_way = max(self.under_way + (1 if begins else -1), 0)
+        if self.under_way == 0:
+            self.spent += running
 
 
 def _steps() -> tuple[int, int | None]:
@@ -141,7 +166,7 @@ def shows_progress(console: Any) -> bool:
 
 
 def show_compilation(console: Any = None) -> None:
-    """Show a bar whenever steps are compiled, where progress is shown; once per process.
+    """Show a bar whenever steps are compiled, where progress is shown, or else one line; once per process.
 
     Args:
         console: the console of other bars, below which this one is drawn; None: a new one for standard error.
@@ -153,6 +178,8 @@ def show_compilation(console: Any = None) -> None:
             from rich.console import Console
 
             console = Console(stderr=True)
-        if shows_progress(console):
-            _SHOWN.append(CompilationBar(console))
-            listen(_SHOWN[0].note)
+        has_bar = shows_progress(console)
+        if not has_bar and os.environ.get(VARIABLE) == "off":
+            return
+        _SHOWN.append(CompilationBar(console) if has_bar else CompilationNote())
+        listen(_SHOWN[0].note)
