@@ -338,7 +338,7 @@ def test_the_command_refuses_files_before_it_loads_a_model(tmp_path, capsys, mon
     (tmp_path / "model" / "config.json").write_text('{"model_type": "whisper"}')
     code = transcribed(monkeypatch, tmp_path / "text.mp3", tmp_path / "none.wav", "-m", tmp_path / "model")
     shown = capsys.readouterr().err
-    assert code == 1
+    assert code == 2
     assert "text.mp3 cannot be read as audio" in shown
     assert "there is no file" in shown
     assert "weights" not in shown  # which that folder does not have

@@ -11,11 +11,13 @@ from specbeam.core.names import hint
 from specbeam.models.checkpoints.boundary import json_object
 from specbeam.models.checkpoints.folders import ADAPTER, CONFIG, checked_folder, gguf_in
 
+SHOWN = 8  # languages named in an error
 MEMORY = "memory.json"  # in folders of `specbeam train hmt`
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SERVED = re.compile(
     r"[\w.-]{2,}:."
 )  # the beginning of the name of a target that another program runs, as "vllm:MODEL"
+_OF_TOKENIZER = re.compile(r"tok|vocab|merges|\.(model|spm)$")  # in the name of a file
 # Names of languages in tokenizers of translation models: eng_Latn (NLLB), fr_XX (mBART), __fr__ (M2M100).
 _LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Z][A-Za-z]{1,3}|__[a-z]{2,3}__")
 
@@ -88,6 +90,24 @@ def require_speech_model(name: str) -> None:
         )
 
 
+def require_text_model(name: str) -> None:
+    """Raise `NotSupported` if a model's folder holds a Whisper model, which reads audio."""
+    if name != "bundled" and _read(Path(name).expanduser(), CONFIG).get("model_type") == "whisper":
+        raise NotSupported(f"{name} is a whisper model, which reads audio; use specbeam transcribe")
+
+
+def require_tokenizer(name: str) -> None:
+    """Raise `MissingFile` if a model's folder has no file of a tokenizer. What is no folder is left to loading."""
+    folder = Path(name).expanduser()
+    if name == "bundled" or not folder.is_dir() or _needs_no_config(folder):
+        return
+    if not any(_OF_TOKENIZER.search(file.name) for file in folder.iterdir()):
+        raise MissingFile(
+            f"{name} has no tokenizer files, such as tokenizer.json; copy those of the model into the folder, or give "
+            'prompts of token ids: "prompt_token_ids" in a .jsonl file of specbeam generate'
+        )
+
+
 def check_spoken_language(name: str, language: str | None) -> None:
     """Raise `BadSetting` for a language that is missing in the list of a Whisper model's folder; see `check_languages`.
 
@@ -105,7 +125,11 @@ def check_spoken_language(name: str, language: str | None) -> None:
     if f"<|{TO_LANGUAGE_CODE.get(wanted)}|>" not in known:
         codes = sorted(token.strip("<|>") for token in known)
         near = hint(wanted, [*codes, *TO_LANGUAGE_CODE])
-        raise BadSetting(f"language is {language!r}{near}; this model knows {', '.join(codes)}")
+        some = ", ".join(codes[:SHOWN]) + (" and others" if len(codes) > SHOWN else "")
+        raise BadSetting(
+            f"language is {language!r}{near}; this model knows {len(codes)} languages, by a code ({some}) or an English "
+            "name, such as german"
+        )
 
 
 def _read(folder: Path, file: str) -> dict[str, Any]:

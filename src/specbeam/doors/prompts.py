@@ -43,10 +43,15 @@ def read(source: str, rows: int | None = None, columns: tuple[int, int] = (1, 2)
         MissingPackage: `datasets` is not installed.
         BadPrompt: a line cannot be read (the error names file and line), or there is no prompt.
     """
-    prompts = list(_rows(source, columns))
+    prompts = [row for row in placed_rows(source, columns) if row is not None]
     if not prompts:
         raise BadPrompt(f"{source} has no prompts")
     return prompts if rows is None else spread(prompts, rows)
+
+
+def placed_rows(source: str, columns: tuple[int, int] = (1, 2)) -> list[PromptRow | None]:
+    """Return the prompt of each line of a file, None for a blank line, or those of a data set; see `read`."""
+    return list(_rows(source, columns))
 
 
 def spread(rows: Sequence[Any], count: int) -> list[Any]:
@@ -65,14 +70,15 @@ def require_source(source: str) -> bool:
     return True
 
 
-def _rows(source: str, columns: tuple[int, int]) -> Iterator[PromptRow]:
+def _rows(source: str, columns: tuple[int, int]) -> Iterator[PromptRow | None]:
     if require_source(source):
         yield from _rows_of_file(Path(source), columns)
     else:
         yield from _rows_of_hub(source)
 
 
-def _rows_of_file(path: Path, columns: tuple[int, int]) -> Iterator[PromptRow]:
+def _rows_of_file(path: Path, columns: tuple[int, int]) -> Iterator[PromptRow | None]:
+    """Yield the row of each line; None for a blank line."""
     packed = OPENERS.get(path.suffix)
     kind = path.with_suffix("").suffix if packed else path.suffix
     with (packed or open)(path, "rb") as file:
@@ -81,8 +87,7 @@ def _rows_of_file(path: Path, columns: tuple[int, int]) -> Iterator[PromptRow]:
             for line in io.BufferedReader(file):
                 number += 1
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-                if text.strip():
-                    yield _row_of_line(text, kind, columns)
+                yield _row_of_line(text, kind, columns) if text.strip() else None
         except UnicodeDecodeError as error:
             raise BadPrompt(f"{path}, line {number}, is not UTF-8: {error.reason} at byte {error.start}") from error
         except (ValueError, KeyError, TypeError, IndexError) as error:

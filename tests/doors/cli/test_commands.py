@@ -78,8 +78,35 @@ def test_prompts_come_from_arguments_files_and_standard_input(models, tmp_path):
     records = sorted(map(json.loads, out.splitlines()), key=lambda record: record["index"])
     assert [record["prompt"] for record in records] == ["zeroth", "first", "second", "third", "fourth"]
     assert all(record["report"]["law"].startswith("exact") for record in records)
+    assert [record["index"] for record in records] == [0, 1, 3, 4, 5]  # the blank line has an index, too
     code, out, _ = shell("generate", *models, "--seed", "1", "--max-new-tokens", "4", stdin="first\nsecond\n")
     assert out.splitlines() == [records[1]["text"], records[2]["text"]]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".tsv", ".jsonl", "stdin"])
+def test_blank_lines_keep_their_place(models, tmp_path, suffix):
+    line = {".tsv": "abc\tx\n", ".jsonl": '"abc"\n'}.get(suffix, "abc\n")
+    text = f"\n{line}   \n{line}\n"
+    options = [*models, "--regex", "yes"]
+    if suffix == "stdin":
+        code, out, err = shell("generate", *options, stdin=text)
+    else:
+        file = tmp_path / f"some{suffix}"
+        with (gzip.open if suffix.endswith(".gz") else open)(file, "wt") as opened:
+            opened.write(text)
+        code, out, err = specbeam("generate", "-f", str(file), *options)
+    assert (code, out) == (0, "\nyes\n\nyes\n\n"), err
+
+
+def test_best_names_each_of_several_prompts(models, tmp_path):
+    (tmp_path / "two.txt").write_text("abc\n\nno\n")
+    arguments = ["best", "-f", str(tmp_path / "two.txt"), *models, "-n", "1", "--limit", "30", "--max-new-tokens", "3"]
+    code, out, err = specbeam(*arguments)
+    assert code == 0, err
+    lines = out.splitlines()
+    assert (len(lines), lines[0], lines[2]) == (4, "abc", "no")
+    indices = [json.loads(line)["index"] for line in specbeam(*arguments, "--json")[1].splitlines()]
+    assert indices == [0, 2]
 
 
 def test_an_unreadable_line_is_named_and_the_rest_done(models, tmp_path):
@@ -88,7 +115,7 @@ def test_an_unreadable_line_is_named_and_the_rest_done(models, tmp_path):
         "generate", "-f", str(tmp_path / "bad.jsonl"), *models, "--max-new-tokens", "3", "--seed", "1"
     )
     assert code == 1
-    assert len(out.splitlines()) == 2
+    assert [bool(line) for line in out.split("\n")] == [True, False, False, True, False]
     assert "line 2: not JSON" in err
     assert "line 3: expected" in err
 
@@ -99,7 +126,7 @@ def test_a_bad_prompt_costs_itself_only(models, tmp_path):
         "generate", "-f", str(tmp_path / "long.txt"), *models, "--max-new-tokens", "3", "--seed", "1"
     )
     assert code == 1
-    assert len(out.splitlines()) == 2
+    assert [bool(line) for line in out.split("\n")] == [True, False, True, False]
     assert "line 2" in err
     assert "positions" in err
 

@@ -8,6 +8,7 @@ from specbeam.doors.cli.arguments import generation
 from specbeam.doors.cli.common import check_options, complain, print_json, quiet_load, say, with_files
 from specbeam.doors.cli.generate import gather
 from specbeam.doors.cli.options import Json, LoadArguments, PromptArguments, checked
+from specbeam.doors.model_files import require_text_model, require_tokenizer
 from specbeam.errors import BadPrompt, SpecbeamError, one_of
 
 DRAFTERS = ("auto", "model", "prompt_lookup", "none")
@@ -35,8 +36,14 @@ class BestArguments(PromptArguments, LoadArguments):
 
 
 def best(given: BestArguments) -> int:
-    """Write the most probable texts of each prompt, best first, each with its log-likelihood and whether it is certain."""
+    """Write the most probable texts of each prompt, best first, each with its log-likelihood and whether it is certain.
+
+    With several prompts, each stands in a line above its texts. In JSON, "index" counts all arguments and lines, blank ones
+    too.
+    """
     given.check_what_runs()
+    require_text_model(given.model)
+    require_tokenizer(given.model)
     sources, unreadable = gather(given.texts, given.file)
     if not sources and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
@@ -50,7 +57,7 @@ def best(given: BestArguments) -> int:
     best_settings(options)
     pair = quiet_load(**given.loading, sources=True)
     failed = unreadable
-    for number, source in enumerate(sources):
+    for source in sources:
         try:
             texts = found(
                 pair,
@@ -61,9 +68,11 @@ def best(given: BestArguments) -> int:
                 drafter=given.drafter,  # type: ignore[arg-type]
                 **options,
             )
+            if len(sources) > 1 and not given.json:
+                say(source.text)
             for rank, beam in enumerate(texts, 1):
                 if given.json:
-                    record = {"index": number, "prompt": source.text, "rank": rank, "text": beam.text}
+                    record = {"index": source.index, "prompt": source.text, "rank": rank, "text": beam.text}
                     record |= {"tokens": beam.tokens, "score": beam.score, "bound": beam.bound, "certain": beam.certain}
                     if beam.item is not None:
                         record["item"] = beam.item

@@ -2,8 +2,8 @@
 
 import json as json_format
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +11,9 @@ import typer
 
 from specbeam.doors.cli.common import ProgressBar, as_json, complain, follow_rank_0, method_for, require_text, say
 from specbeam.doors.cli.options import DecodingArguments, Json, PromptArguments
+from specbeam.doors.model_files import require_tokenizer
 from specbeam.doors.places import OPENERS
-from specbeam.doors.prompts import of_record, read
+from specbeam.doors.prompts import of_record, placed_rows
 from specbeam.errors import BadPrompt, SpecbeamError, TooFewAnswers
 
 if TYPE_CHECKING:
@@ -42,28 +43,36 @@ class PromptSource:
 
     text: Any  # or another form for `specbeam.generate`: token ids, a chat, an encoding
     place: str  # for messages: "argument 1", or a file and a line
+    index: int  # number among all arguments and lines, from 0; blank and unreadable lines count, too
 
 
 @dataclass
 class Writer:
     """A writer of answers to standard output: JSON at once, plain text in the order of the prompts.
 
+    Plain text has an empty line per missing answer, so that its lines stay beside the prompts: of blank and unreadable
+    lines, and of prompts that failed.
+
     Attributes:
         prompts: all prompts, by number.
         json: whether to write answers as lines of JSON.
         expected: number of answers per prompt.
+        places: number of arguments and lines, blank ones included.
         done: the answers so far, by number of the prompt.
         failed: numbers of the failed prompts.
         written: number of prompts, counted from the first, whose answers are written or that failed.
+        lines: number of arguments and lines, counted from the first, that have their place in the output.
         audit: sum of the audits of all answers; None without audits.
     """
 
     prompts: list[PromptSource]
     json: bool
     expected: int
+    places: int
     done: "dict[int, list[Generation]]" = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     written: int = 0
+    lines: int = 0
     audit: "Audit | None" = None
 
     def take(self, number: int, result: "Generation | SpecbeamError") -> None:
@@ -79,7 +88,8 @@ class Writer:
             if found is not None:
                 self.audit = found if self.audit is None else self.audit + found
             if self.json:
-                print(as_json(number, self.prompts[number].text, result), flush=True)
+                source = self.prompts[number]
+                print(as_json(source.index, source.text, result), flush=True)
         self._write_ready()
 
     def _write_ready(self) -> None:
@@ -91,37 +101,66 @@ class Writer:
         return number in self.failed or len(self.done.get(number, [])) == self.expected
 
     def _write(self, number: int) -> None:
+        """Write the answers of a prompt as plain text, below an empty line for each line without answers before it."""
+        source = self.prompts[number]
+        self._leave_blank(source.index)
+        answers = self.done.get(number, [])
         if not self.json:
-            for generation in self.done.get(number, []):
+            for generation in answers:
                 say(generation.text)
+            for _ in range(self.expected - len(answers)):
+                say("")
+        self.lines = source.index + 1
 
-    def close(self) -> None:
-        """Write finished answers that wait for earlier prompts, so that an interrupt loses none."""
+    def _leave_blank(self, index: int) -> None:
+        """Write empty lines up to the place with this index."""
+        if not self.json:
+            for _ in range(self.expected * (index - self.lines)):
+                say("")
+        self.lines = index
+
+    def close(self, is_whole: bool) -> None:
+        """Write finished answers that wait for earlier prompts, so that an interrupt loses none.
+
+        Args:
+            is_whole: whether all prompts were tried; otherwise nothing stands for those that were not.
+        """
         for number in sorted(self.done):
             if number >= self.written:
                 self._write(number)
+        if is_whole:
+            self._leave_blank(self.places)
 
 
 def generate(given: GenerateArguments) -> int:
-    """Generate text for prompts from arguments, files or standard input."""
+    """Generate text for prompts from arguments, files or standard input, in the order of the prompts.
+
+    Each blank line of the input, and each prompt that fails, gives an empty line. With --json, answers are written as they
+    finish, and "index" counts all arguments and lines, blank ones too.
+    """
     follow_rank_0(given.loading)
-    sources, unreadable = gather(given.texts, given.file, _prompt_of)  # before what imports torch
+    sources, unreadable, places = placed_prompts(given.texts, given.file, _prompt_of)  # before what imports torch
     if not sources and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
+    if any(isinstance(source.text, str) for source in sources):
+        require_tokenizer(given.model)
     options = given.checked_options()
     pair = given.load(options)
-    writer = Writer(sources, given.json, options.get("num_return_sequences", 1))
+    writer = Writer(sources, given.json, options.get("num_return_sequences", 1), places)
+    is_whole = False
     if sources:
         try:
             _answer(pair, writer, given, options)
+            is_whole = True
         except KeyboardInterrupt:
             complain("interrupted; finished answers are written")
             return 130
         except SpecbeamError:  # the writer has reported the failures of a SomeFailed
             if not writer.failed:
                 raise
+            is_whole = True
         finally:
-            writer.close()
+            writer.close(is_whole)
     is_suspicious = writer.audit is not None and writer.audit.suspicious
     if given.audit:
         _print_audit(writer.audit)
@@ -177,41 +216,70 @@ def _print_audit(audit: "Audit | None") -> None:
     )
 
 
-def gather(
-    prompts: list[str], files: list[Path], of_json: Callable[[str], Any] | None = None
-) -> tuple[list[PromptSource], int]:
-    """Return the prompts of arguments and files, and the number of unreadable lines.
+def gather(prompts: list[str], files: list[Path]) -> tuple[list[PromptSource], int]:
+    """Return the prompts of `placed_prompts`, which must be texts, and the number of unreadable lines."""
+    sources, unreadable, _ = placed_prompts(prompts, files, _text_of)
+    return sources, unreadable
 
-    Without arguments and files, prompts are read from standard input unless it is a terminal. Blank lines are skipped
-    (arguments and JSON may have blank prompts), and unreadable lines are reported on standard error.
+
+def placed_prompts(
+    prompts: list[str], files: list[Path], of_json: Callable[[str], Any]
+) -> tuple[list[PromptSource], int, int]:
+    """Return the prompts of arguments and files, the number of unreadable lines, and that of all arguments and lines.
+
+    Without arguments and files, prompts are read from standard input unless it is a terminal. Blank lines have an index
+    and no prompt (arguments and JSON may have blank prompts), and unreadable lines are reported on standard error.
 
     Args:
-        of_json: returns the prompt of a line of JSON, or raises `ValueError`; None: prompts must be texts.
+        of_json: returns the prompt of a line of JSON, or raises `ValueError`.
     """
     for number, text in enumerate(prompts, 1):
         require_text(f"argument {number}", text)
-    of_json = of_json or _text_of
-    sources = [PromptSource(text, f"argument {number}") for number, text in enumerate(prompts, 1)]
+    sources = [PromptSource(text, f"argument {number}", number - 1) for number, text in enumerate(prompts, 1)]
+    places = len(prompts)
     unreadable = 0
     if not prompts and not files and not sys.stdin.isatty():
-        sources += [
-            PromptSource(line, f"standard input, line {number}") for number, line in _numbered_lines(_standard_input())
-        ]
+        lines = _standard_input()
+        sources += _prompts_of(_filled(lines), "standard input, line")
+        places += len(lines)
     for file in files:
         if not file.is_file() or file.suffix in (".tsv", *OPENERS):
-            rows = read(str(file))
-            sources += [PromptSource(row.prompt, f"{file}, prompt {number}") for number, row in enumerate(rows, 1)]
-            continue
-        from specbeam.lab.evaluate.lines import lines_of
+            rows = placed_rows(str(file))
+            texts = [None if row is None else row.prompt for row in rows]
+            found = _prompts_of(texts, f"{file}, prompt")
+        else:
+            from specbeam.lab.evaluate.lines import lines_of
 
-        for number, line in _numbered_lines(lines_of(file)):
-            place = f"{file}, line {number}"
-            try:
-                sources.append(PromptSource(of_json(line) if file.suffix == ".jsonl" else line, place))
-            except ValueError as error:
-                unreadable += 1
-                complain(f"{place}: {error}")
-    return sources, unreadable
+            texts = _filled(lines_of(file))
+            found = _prompts_of(texts, f"{file}, line")
+            if file.suffix == ".jsonl":
+                found, wrong = _read_json(found, of_json)
+                unreadable += wrong
+        sources += [replace(one, index=places + one.index) for one in found]
+        places += len(texts)
+    return sources, unreadable, places
+
+
+def _filled(lines: list[str]) -> list[str | None]:
+    """Return lines, with None for a blank one."""
+    return [line if line.strip() else None for line in lines]
+
+
+def _prompts_of(texts: Sequence[str | None], what: str) -> list[PromptSource]:
+    """Return the prompts of texts, None for a blank line; their places are `what` and their numbers from 1."""
+    numbered = enumerate(texts)
+    return [PromptSource(text, f"{what} {index + 1}", index) for index, text in numbered if text is not None]
+
+
+def _read_json(lines: list[PromptSource], of_json: Callable[[str], Any]) -> tuple[list[PromptSource], int]:
+    """Return the prompts in lines of JSON, and the number of unreadable lines, which are reported."""
+    found = []
+    for line in lines:
+        try:
+            found.append(replace(line, text=of_json(line.text)))
+        except ValueError as error:
+            complain(f"{line.place}: {error}")
+    return found, len(lines) - len(found)
 
 
 def _standard_input() -> list[str]:
@@ -223,12 +291,7 @@ def _standard_input() -> list[str]:
         raise BadPrompt(
             f"standard input is not valid {sys.stdin.encoding}: {error.reason}; give it as UTF-8"
         ) from error
-    return text.split("\n")
-
-
-def _numbered_lines(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Return the lines that are not blank, numbered from 1."""
-    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 _NO_PROMPT = 'expected a JSON string or an object with a text field "prompt"'

@@ -18,7 +18,7 @@ import typer
 from specbeam.doors.cli.arguments import Record, generation
 from specbeam.doors.cli.common import check_method, quiet_load
 from specbeam.doors.method_names import setting_names
-from specbeam.doors.model_files import check_languages, check_model, require_place_of_model
+from specbeam.doors.model_files import check_languages, check_model, require_place_of_model, require_text_model
 from specbeam.doors.options.checks import LARGEST_INTEGER
 from specbeam.doors.places import require_file, require_folder_place, require_place
 from specbeam.doors.prompts import require_source
@@ -325,6 +325,7 @@ class DecodingArguments(LoadArguments):
     def checked_options(self) -> dict[str, Any]:
         """Return a copy of the options of generation, after the checks that need no model."""
         self.check_what_runs()
+        require_text_model(self.model)
         check_languages(self.model, self.source_language, self.target_language)
         check_method(self.method, self.setting, self.draft)
         return dict(self.options)

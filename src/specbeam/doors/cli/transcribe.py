@@ -1,5 +1,6 @@
 """The command `specbeam transcribe`: transcripts of audio files, in several formats."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -8,7 +9,7 @@ import typer
 
 from specbeam.core.whole_files import write_whole
 from specbeam.doors.cli.arguments import Record
-from specbeam.doors.cli.common import check_has_head, complain, method_from, quiet_load, say
+from specbeam.doors.cli.common import check_has_head, complain, method_from, print_json, quiet_load, say
 from specbeam.doors.cli.options import (
     Compute,
     Device,
@@ -20,7 +21,7 @@ from specbeam.doors.cli.options import (
     checked,
     folder_to_write,
 )
-from specbeam.doors.method_names import setting_names
+from specbeam.doors.method_names import setting_names, settings_in
 from specbeam.doors.model_files import check_model, check_spoken_language, require_speech_model
 from specbeam.errors import BadAudio, BadSetting, MissingFile
 
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from specbeam.apps.speech.records import Segment
+    from specbeam.recipes.method import Method
 
+SUBTITLES = ("srt", "vtt")
 ENDINGS = {"text": "txt", "json": "json", "verbose_json": "json", "srt": "srt", "vtt": "vtt"}
 # Options of `specbeam.transcribe` with defaults of its own.
 IF_GIVEN = ("compression_ratio_threshold", "log_prob_threshold", "no_speech_threshold", "max_new_tokens")
@@ -88,7 +91,9 @@ class TranscribeArguments(Record):
     ] = None
     output: Annotated[
         Path | None,
-        folder_to_write("Output folder, with a file per audio file; by default, standard output."),
+        folder_to_write(
+            "Output folder, with a file per audio file, which replaces an older one; by default, standard output."
+        ),
     ] = None
     timestamps: Annotated[
         bool, typer.Option(help="Let the model write timestamps, which split the text into segments.")
@@ -142,19 +147,26 @@ class TranscribeArguments(Record):
 
 
 def transcribe(given: TranscribeArguments) -> int:
-    """Transcribe audio files with a Whisper model."""
+    """Transcribe audio files with a Whisper model.
+
+    Of several files, the name of each stands in a line above its text, and as "file" in its JSON; subtitles need --output.
+    """
     from specbeam.apps.speech.formats import check_format, formatted
 
     lines = given.named("max_line_width", "max_line_count")
     check_format(given.format, **lines)
-    if given.setting and given.method is None:
-        raise BadSetting("--set needs --method; give both")
+    if len(given.audio) > 1 and given.output is None and given.format in SUBTITLES:
+        raise BadSetting(
+            f"the cues of {len(given.audio)} audio files cannot follow each other in one output; give --output FOLDER, or "
+            "one file"
+        )
+    settings_in(given.method or "beam_search", given.setting)
     require_speech_model(given.model)
     check_spoken_language(given.model, given.language)
     readable = [number for number, file in enumerate(given.audio) if _is_readable(file)]
     if not readable:
-        return 1
-    method = None if given.method is None else method_from(given.method, given.setting)
+        return 2
+    method = _method_of(given)
     if method is not None:
         check_has_head(method, given.draft)
     files = given.audio
@@ -164,11 +176,14 @@ def transcribe(given: TranscribeArguments) -> int:
     loaded = given.named("device", "quantize", "kv", "compute", "engine")
     pair = quiet_load(given.model, given.draft, sources=True, **loaded)
     failed = len(files) - len(readable)
+    is_one = len(files) == 1
     prints_segments = given.output is None and given.format == "text"  # a line per segment, as soon as it is there
     on_segment = _print_segment if prints_segments else None
     with _progress_bar() as bar:
         for number in readable:
             file = files[number]
+            if prints_segments and not is_one:
+                say(f"{file}:")
             show = partial(_show, bar, bar.add_task(file.name, total=None, seconds=""))
             try:
                 (found,) = transcribed(pair, file, method, on_progress=show, on_segment=on_segment, **given.options)
@@ -179,9 +194,22 @@ def transcribe(given: TranscribeArguments) -> int:
             text = formatted(found, given.format, **lines)
             if given.output is not None:
                 write_whole(targets[number], text.encode("utf-8"))
-            elif not prints_segments:
+                print(targets[number], flush=True)
+            elif not prints_segments and is_one:
                 print(text, end="", flush=True)
+            elif not prints_segments:
+                print_json({"file": str(file), **json.loads(text)})
     return 1 if failed else 0
+
+
+def _method_of(given: TranscribeArguments) -> "Method | None":
+    """Return the method at temperature 0; None for the usual one with its usual settings."""
+    if given.method is None and not given.setting:
+        return None
+    if given.method is not None:
+        return method_from(given.method, given.setting)
+    usual = "beam_search" if given.draft is None else "speculative_beam_search"
+    return method_from(usual, ["beams=5", *given.setting])
 
 
 def _print_segment(number: int, segment: "Segment") -> None:
