@@ -33,7 +33,8 @@ $(VENV)/made:
 
 $(VENV)/demo: $(VENV)/made pyproject.toml constraints.txt
 	@echo "Installing specbeam (torch is large; this happens once) ..."
-	@$(BIN)/pip install -q -c constraints.txt "torch==2.13.0"
+	@$(BIN)/pip install -c constraints.txt "torch==2.13.0"
+	@echo "Installing the other packages ..."
 	@$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
 	@touch $@
 

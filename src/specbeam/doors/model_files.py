@@ -108,22 +108,27 @@ def require_tokenizer(name: str) -> None:
         )
 
 
+def spoken_languages(name: str) -> list[str]:
+    """Return the codes of the languages in the list of a Whisper model's folder; none without such a list."""
+    known = _read(Path(name).expanduser(), "generation_config.json").get("lang_to_id")
+    return sorted(token.strip("<|>") for token in known) if isinstance(known, dict) else []
+
+
 def check_spoken_language(name: str, language: str | None) -> None:
     """Raise `BadSetting` for a language that is missing in the list of a Whisper model's folder; see `check_languages`.
 
     Args:
         language: a code, a name or a token, such as "de", "german" or "<|de|>".
     """
-    known = _read(Path(name).expanduser(), "generation_config.json").get("lang_to_id")
-    if language is None or not isinstance(known, dict) or not known:
+    codes = spoken_languages(name)
+    if language is None or not codes:
         return
     wanted = language.lower()
-    if {wanted, f"<|{wanted}|>"} & known.keys():
+    if wanted.strip("<|>") in codes:
         return
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
-    if f"<|{TO_LANGUAGE_CODE.get(wanted)}|>" not in known:
-        codes = sorted(token.strip("<|>") for token in known)
+    if TO_LANGUAGE_CODE.get(wanted) not in codes:
         near = hint(wanted, [*codes, *TO_LANGUAGE_CODE])
         some = ", ".join(codes[:SHOWN]) + (" and others" if len(codes) > SHOWN else "")
         raise BadSetting(

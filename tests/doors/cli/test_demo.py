@@ -58,7 +58,9 @@ def test_the_grown_target_writes_the_texts_of_the_small_one_with_drafts_and_with
     with grown_target(20_000_000) as pair:
         assert pair.target_model.num_parameters() > 15_000_000
         ways = ways_of(pair, 3, 5, law)
-        measure(ways, sentences)
+        said: list[str] = []
+        measure(ways, sentences, said.append)
+        assert len(said) == len(ways) + 1
         found = [pair.tokenizer.decode(beams[0], skip_special_tokens=True) for beams in ways[-1].beams]
     assert found == expected
     assert [len(way.beams) for way in ways] == [3] * 5  # the least number, as there is no time

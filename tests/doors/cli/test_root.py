@@ -1,6 +1,7 @@
 """The options of the program itself, the help of each command, and what a bug report needs."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -84,6 +85,33 @@ def test_these_are_all_options_of_the_program():
     assert {max(option.opts, key=len) for option in command.get_params(context)} == ROOT_OPTIONS.keys()
 
 
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("specbeam generate --method speculative_b", {"speculative_beam_search"}),
+        ("specbeam generate --method beam_search -s be", {"beams="}),
+        ("specbeam transcribe -m MODEL --language d", {"de"}),
+    ],
+)
+def test_the_shell_completes_names(typed, completed, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"lang_to_id": {"<|de|>": 1, "<|en|>": 2}}')
+    words = typed.replace("MODEL", str(tmp_path))
+    asked = {"_SPECBEAM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    program = "from specbeam.doors.cli.main import app; app(prog_name='specbeam')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | asked, check=False
+    )
+    assert set(done.stdout.split()) == completed
+
+
+def test_a_wrong_file_of_defaults_does_not_hide_the_help(monkeypatch):
+    monkeypatch.setenv("SPECBEAM_CONFIG", "/no/such/file.toml")
+    code, out, err = specbeam("generate", "--help")
+    assert (code, "Usage: " in out) == (0, True)
+    assert "there is no such file" in err
+    assert specbeam("methods")[0] == 2
+
+
 @pytest.mark.parametrize("columns", [None, "60"])
 def test_tables_are_whole_in_a_pipe_and_fit_a_stated_width(columns, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -110,6 +138,7 @@ def test_a_bug_report_gets_what_it_needs(monkeypatch):
     assert found["OMP_NUM_THREADS"] == "1"
     assert found["SPECBEAM_API_KEYS"] == "(set)"
     assert {"python", "torch", "transformers", "numba", "machine", "measurements", "compiled steps"} <= found.keys()
+    assert re.fullmatch(r"[\d.]+ GB, [\d.]+ GB free for this process", found["memory"])
     code, lines, _ = specbeam("env")
     assert code == 0
     assert "hidden-key" not in lines

@@ -72,6 +72,11 @@ def batch(
                 "and start again"
             )
         return found
+    if out.exists() and not resume:
+        raise BadSetting(
+            f"{out} is written, and its journal {path} remains because rows failed; decode those again with --resume "
+            "--retry-failed, or delete both files"
+        )
     is_begun = path.exists()
     journal = Journal(path, {"specbeam": __version__, "columns": asdict(columns), **(described or {})}, resume)
     try:

@@ -109,7 +109,8 @@ def parameter_of(
     kind = flag.kind or _simple(kind_of(option), default)
     if kind == list[str]:
         default = []
-    names = [f"--{flag.name}"] if flag.name else []
+    own = f"--{option.name.replace('_', '-')}"
+    names = list(dict.fromkeys([f"--{flag.name}", own])) if flag.name else []
     panel = panel or (COMMON if flag.is_common else FURTHER)
     help = flag.help or option.meaning
     if option.name in defaults:

@@ -90,5 +90,8 @@ def batch(given: BatchArguments) -> int:
     if given.json:
         print_json({"rows": shown.rows, "failed": shown.failed, "out": str(given.out)})
     else:
-        print(f"{given.out}: {counted(shown.rows, 'row')}, {shown.failed} of them with an error")
+        retry = (
+            "; its column error has them, and --resume --retry-failed decodes these rows again" if shown.failed else ""
+        )
+        print(f"{given.out}: {counted(shown.rows, 'row')}, {shown.failed} of them with an error{retry}")
     return int(shown.failed > 0)

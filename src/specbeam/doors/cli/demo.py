@@ -130,12 +130,12 @@ def _demo_grown(given: DemoArguments, console: Any) -> None:
     console.print(
         "The added weights change its outputs by rounding alone: it writes what the small model writes, at the price of a "
         "large one.\n"
-        "Growing it in a temporary folder, and warming up ..."
+        "Growing it in a temporary folder ..."
     )
     with grown_target(weights) as pair:
         size = pair.target_model.num_parameters()
         ways = ways_of(pair, given.beams, given.seed, dict(LAW))
-        measure(ways, [sentence for sentence, _ in bundled_rows("sentences.tsv")])
+        measure(ways, [sentence for sentence, _ in bundled_rows("sentences.tsv")], console.print)
     lines = [way.line(size) for way in ways]
     if given.json:
         print_records(lines)

@@ -113,10 +113,16 @@ def ways_of(pair: "Pair", beams: int, seed: int, law: dict[str, Any]) -> list[Wa
     ]
 
 
-def measure(ways: list[Way], sentences: list[str]) -> None:
-    """Decode sentences in all ways, one after the other, so that a busy moment of the machine affects all of them."""
-    for way in ways:
+def measure(ways: list[Way], sentences: list[str], tell: Callable[[str], None]) -> None:
+    """Decode sentences in all ways, one after the other, so that a busy moment of the machine affects all of them.
+
+    Args:
+        tell: prints what is done next.
+    """
+    for number, way in enumerate(ways, 1):
+        tell(f"Warming up {number} of {len(ways)}: {way.name}, {way.library} ...")
         way.run(sentences[0])  # compiles, and reads the weights from the disk
+    tell(f"Measuring them in turn, for about {TIMED_S} seconds ...")
     began = time.perf_counter()
     for number, sentence in enumerate(sentences[:MOST]):
         if number >= LEAST and time.perf_counter() - began > TIMED_S:
@@ -134,14 +140,15 @@ def show_grown(console: Any, lines: list[GrownLine], has_same_beams: bool) -> No
     title = f"\nTokens per second with {size}; {lines[0].sentences} sentences, one at a time"
     table = Table(box=None, pad_edge=False, title=title)
     table.add_column("", no_wrap=True)
-    for head in ("transformers", "specbeam", "tokens per pass of the target"):
+    for head in ("transformers", "specbeam", "target passes per token"):
         table.add_column(head, justify="right")
     for way in dict.fromkeys(line.way for line in lines):
         found = {line.library: line for line in lines if line.way == way}
         other = found.get("transformers")
         own = found["specbeam"]
+        passes = "-" if own.tokens_per_pass is None else f"{1 / own.tokens_per_pass:.2f}"
         other_speed = "-" if other is None else f"{other.tokens_per_second:.1f}"
-        table.add_row(way, other_speed, f"{own.tokens_per_second:.1f}", f"{own.tokens_per_pass:.2f}")
+        table.add_row(way, other_speed, f"{own.tokens_per_second:.1f}", passes)
     console.print(table)
     times = {"as one sequence": drafted / one, "as beams in transformers": drafted / theirs}
     others = ", ".join(f"{ratio:.1f} times as fast {name}" for name, ratio in times.items())

@@ -5,6 +5,7 @@ import os
 import platform
 from pathlib import Path
 
+from specbeam.core.machine import free_memory
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import print_json
 from specbeam.doors.cli.options import Json
@@ -57,6 +58,7 @@ def _machine() -> dict[str, str]:
     from specbeam.lab.bench.provenance import provenance
 
     found = {"system": platform.platform(), "machine": provenance()["machine"]}
+    found["memory"] = _memory()
     found["gpu"] = "none"
     if torch.cuda.is_available():
         found["gpu"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
@@ -73,6 +75,14 @@ def _machine() -> dict[str, str]:
     return found
 
 
+def _memory() -> str:
+    """Return the memory of the machine, and what this process may still take of it."""
+    free = f"{free_memory() / 1e9:.1f} GB free for this process"
+    if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= set(getattr(os, "sysconf_names", ())):
+        return free
+    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.1f} GB, {free}"
+
+
 def _caches() -> dict[str, str]:
     """Return the folders of cache files, and the code in them and in the wheel."""
     from specbeam.core import compiling
@@ -82,7 +92,7 @@ def _caches() -> dict[str, str]:
     if not compiling.AVAILABLE:
         return found
     from specbeam.core.compiling.code_cache import code_folder
-    from specbeam.core.compiling.shipped import class_here
+    from specbeam.core.compiling.shipped import CLASSES, class_here
 
     folder = code_folder()
     found["compiled code"] = "no usable folder: each process compiles again"
@@ -91,6 +101,8 @@ def _caches() -> dict[str, str]:
         found["compiled code"] = f"{folder}: {len(sizes)} forms, {sum(sizes) / 1e6:.0f} MB"
     processors = class_here()
     found["code of the wheel"] = "none for this processor" if processors is None else f"for {processors.name}"
+    if not any(one.archive.exists() for one in CLASSES):
+        found["code of the wheel"] = "none: this is not a wheel with compiled code, so steps are compiled once"
     return found
 
 

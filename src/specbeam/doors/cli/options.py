@@ -17,7 +17,7 @@ import typer
 
 from specbeam.doors.cli.arguments import Record, generation
 from specbeam.doors.cli.common import check_method, quiet_load
-from specbeam.doors.method_names import setting_names
+from specbeam.doors.method_names import method_names, setting_names
 from specbeam.doors.model_files import check_languages, check_model, require_place_of_model, require_text_model
 from specbeam.doors.options.checks import LARGEST_INTEGER
 from specbeam.doors.places import require_file, require_folder_place, require_place
@@ -89,6 +89,17 @@ def _check_draft(name: str) -> None:
 def _check_quantize(name: str) -> None:
     """Raise `BadSetting` for an unknown rounding."""
     check_rounding(name, "quantize")
+
+
+def complete_method(incomplete: str) -> list[str]:
+    """Return the names of methods that begin so, for completion by the shell."""
+    return [name for name in method_names() if name.startswith(incomplete)]
+
+
+def complete_setting(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the settings of the method that begin so, for completion by the shell."""
+    method = context.params.get("method") or "dsbd"
+    return [f"{name}=" for name in setting_names(method) if name.startswith(incomplete)]
 
 
 def check_address(url: str) -> None:
@@ -167,6 +178,7 @@ Settings = Annotated[
         "-s",
         metavar="NAME=VALUE",
         help="Setting of the method, such as -s beams=4. May be given several times.",
+        autocompletion=complete_setting,
     ),
 ]
 Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts; by default, standard input has one per line.")]
@@ -271,6 +283,7 @@ MethodName = Annotated[
         "--method",
         help="Decoding method, from `specbeam methods`. By default dsbd, or beam_sampling without a draft.",
         callback=checked(setting_names),
+        autocompletion=complete_method,
     ),
 ]
 NewTokens = Annotated[int, typer.Option(min=1, max=LARGEST_INTEGER, help="Maximum number of new tokens per answer.")]

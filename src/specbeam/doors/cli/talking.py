@@ -267,7 +267,7 @@ class Chat:
         self._used = self.speaker.check(self.options)
         self._note(f"{self.speaker.name}: {self._used}. /help lists the commands.")
         if not self.speaker.holds_conversation:
-            self._note("It answers each message separately, without the conversation before it.")
+            self._note(f"{self.speaker.name} answers each message separately, without the conversation before it.")
         while True:
             try:
                 line = self.read().strip()

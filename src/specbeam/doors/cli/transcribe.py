@@ -19,10 +19,11 @@ from specbeam.doors.cli.options import (
     QuantizeTarget,
     Settings,
     checked,
+    complete_method,
     folder_to_write,
 )
 from specbeam.doors.method_names import setting_names, settings_in
-from specbeam.doors.model_files import check_model, check_spoken_language, require_speech_model
+from specbeam.doors.model_files import check_model, check_spoken_language, require_speech_model, spoken_languages
 from specbeam.errors import BadAudio, BadSetting, MissingFile
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ ALWAYS = (
 )  # fmt: skip
 
 
+def complete_language(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the codes of the model's languages that begin so, for completion by the shell."""
+    return [code for code in spoken_languages(context.params.get("model") or "") if code.startswith(incomplete)]
+
+
 class TranscribeArguments(Record):
     """Arguments of the command."""
 
@@ -54,11 +60,16 @@ class TranscribeArguments(Record):
         typer.Option(
             help="Method at temperature 0; by default beam search with 5 beams, speculative with a draft.",
             callback=checked(setting_names),
+            autocompletion=complete_method,
         ),
     ] = None
     setting: Settings = []
     language: Annotated[
-        str | None, typer.Option(help="Language of the speech, such as 'de' or 'german'; by default detected.")
+        str | None,
+        typer.Option(
+            help="Language of the speech, such as 'de' or 'german'; by default detected.",
+            autocompletion=complete_language,
+        ),
     ] = None
     task: Annotated[
         Literal["transcribe", "translate"] | None,
