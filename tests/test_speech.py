@@ -316,6 +316,27 @@ def test_files_and_arrays_give_the_same_text(ears, tmp_path, capsys, monkeypatch
     assert [one["tokens"] for one in record["segments"]] == [one.tokens for one in array.segments]
 
 
+def test_several_files_are_told_apart_on_standard_output(ears, tmp_path, capsys, monkeypatch):
+    files = [tmp_path / "one.wav", tmp_path / "two.wav"]
+    for seed, file in enumerate(files, 1):
+        file.write_bytes(media.encoded(noise(2, seed=seed)))
+    save_ears(ears, tmp_path / "model")
+    assert transcribed(monkeypatch, *files, "-m", tmp_path / "model") == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["file"] for record in records] == [str(file) for file in files]
+    assert transcribed(monkeypatch, *files, "-m", tmp_path / "model", "--format", "text", last=True) == 0
+    assert {f"{file}:" for file in files} <= set(capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize(("draft", "name"), [(None, "beam_search"), ("draft", "speculative_beam_search")])
+def test_settings_without_a_method_are_those_of_the_usual_one(draft, name):
+    from specbeam.doors.cli.transcribe import TranscribeArguments, _method_of
+
+    usual = _method_of(TranscribeArguments(method=None, setting=["beams=2"], draft=draft))
+    assert (usual.name, usual.law) == (name, getattr(sb, name)(2).law)
+    assert _method_of(TranscribeArguments(method=None, setting=[], draft=draft)) is None
+
+
 @pytest.mark.slow
 def test_the_command_hands_over_how_weights_keys_and_values_are_kept(ears, tmp_path, capsys, monkeypatch):
     sound = noise(4, seed=2)

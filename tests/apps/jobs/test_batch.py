@@ -299,6 +299,10 @@ def test_a_job_refuses_to_go_on_with_other_weights_and_decodes_failed_rows_again
     assert (done.rows, done.done, done.failed) == (5, 5, 1)
     assert len(decoded) == 1
 
+    with pytest.raises(
+        BadSetting, match="remains because rows failed; decode those again with --resume --retry-failed"
+    ):
+        batch(noting, source, out)
     whole = out.read_text()
     assert batch(noting, source, out, resume=True) == done
     assert out.read_text() == whole
