@@ -256,6 +256,49 @@ def test_log_probabilities_belong_to_the_text_and_to_the_prompt_if_it_is_echoed(
     assert both.logprobs.token_logprobs[1 : len(ids)] == echoed.logprobs.token_logprobs[1:]
 
 
+def test_text_offsets_are_places_in_the_text_without_special_tokens(client, worded):
+    special = worded.tokenizer.all_special_tokens
+    bodies = [{"echo": True}, {"echo": True, "skip_special_tokens": False}, {}, {"skip_special_tokens": False}]
+    for body in bodies:
+        for prompt in [PROMPT, f"{PROMPT}</s> Der Hund", worded.tokenizer(PROMPT)["input_ids"]]:
+            (choice,) = ask(client, body, prompt, logprobs=1, max_tokens=5).choices
+            chunks = ask(client, body, prompt, logprobs=1, max_tokens=5, stream=True)
+            offsets = choice.logprobs.text_offset
+            sent = [
+                one for chunk in chunks for each in chunk.choices if each.logprobs for one in each.logprobs.text_offset
+            ]
+            assert sent == offsets
+            for token, offset in zip(choice.logprobs.tokens, offsets, strict=True):
+                assert token in special or choice.text.startswith(token, offset), (token, offset, choice.text)
+
+
+@pytest.mark.parametrize("name", ["sampling", "speculative_sampling", "mtad"])
+def test_the_cost_of_a_text_that_one_pass_ends_counts_its_tokens(client, served, name):
+    _, server = served
+    before = server.metrics.per_token._sum.get()
+    sure = 500
+    given = {"specbeam": {"method": name}, "logit_bias": {str(sure): 100}, "stop_token_ids": [sure]}
+    found = ask(client, given)
+    report = found.specbeam["report"]
+    assert found.usage.completion_tokens == report["target_passes"] == 1
+    assert report["passes_per_token"] == 1
+    assert report["first_token_seconds"] > 0
+    assert found.metrics["time_to_first_token_ms"] > 0
+    assert server.metrics.per_token._sum.get() == before
+
+
+def test_a_priority_that_the_key_does_not_permit_is_refused(client):
+    with pytest.raises(openai.PermissionDeniedError, match="priority is -3, and with this key it must be at least 0"):
+        ask(client, {"priority": -3})
+    with pytest.raises(openai.PermissionDeniedError, match="priority is -3"):
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": PROMPT}], extra_body={"priority": -3}
+        )
+    with pytest.raises(openai.PermissionDeniedError, match="priority is -3"):
+        client.responses.create(model="tiny", input=PROMPT, extra_body={"priority": -3})
+    assert ask(client, {"priority": 3}).choices
+
+
 def test_stop_strings_are_cut_off_and_never_sent(client, expected):
     text = expected["sampling"][0][0].text
     own = KINDS["sampling"][1]

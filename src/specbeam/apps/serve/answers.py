@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from specbeam import Beam, Generation, Pair, __version__
-from specbeam.apps.serve.engine import Draining, Job
+from specbeam.apps.serve.engine import Draining, Job, length_of
 from specbeam.apps.serve.mapping import Order
 from specbeam.apps.serve.scoring import TokenScore
 from specbeam.apps.serve.tools import MARKS, ToolCall, calls_in, forced_call, start_of_calls
@@ -286,26 +286,23 @@ def chat_logprobs(pair: Pair, order: Order, scores: Sequence[TokenScore]) -> dic
 
 
 def completion_logprobs(
-    pair: Pair, order: Order, scores: Sequence[TokenScore | None], tokens: Sequence[int], before: int = 0
+    pair: Pair, order: Order, scores: Sequence[TokenScore | None], tokens: Sequence[int], text: str, before: int = 0
 ) -> dict[str, Any]:
     """Return log-probabilities in the format of completions; None for the first token of a prompt, which has none.
 
     Args:
         tokens: the tokens of the scores.
+        text: their text.
         before: number of characters before the first token.
     """
-    texts = [token_text(pair, token)[0] for token in tokens]
     names = [_named(pair, order, token)[0] for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(before)
-        before += len(text)
+    offsets = text_offsets(pair, tokens, text)
     tops = [None if score is None else _likeliest(pair, order, score) for score in scores]
     return {
         "tokens": names,
         "token_logprobs": [None if score is None else _finite(score.logprob) for score in scores],
         "top_logprobs": tops if order.top else None,
-        "text_offset": offsets,
+        "text_offset": [before + offset for offset in offsets[:-1]],
     }
 
 
@@ -318,9 +315,18 @@ def _likeliest(pair: Pair, order: Order, score: TokenScore) -> dict[str, float]:
     return found
 
 
-def length_in_offsets(pair: Pair, tokens: Sequence[int]) -> int:
-    """Return the number of characters of tokens as text offsets count them."""
-    return sum(len(token_text(pair, token)[0]) for token in tokens)
+def text_offsets(pair: Pair, tokens: Sequence[int], text: str) -> list[int]:
+    """Return the place of each token in their text, in characters, and the place after the last one.
+
+    A special token has no characters where the text does not show it.
+    """
+    hidden = set() if pair.tokenizer is None else special_tokens(pair.tokenizer)
+    offsets = [0]
+    for token in tokens:
+        piece, _ = token_text(pair, token)
+        is_shown = token not in hidden or text.startswith(piece, offsets[-1])
+        offsets.append(offsets[-1] + (len(piece) if is_shown else 0))
+    return offsets
 
 
 # The answer.
@@ -342,7 +348,9 @@ def choice_json(pair: Pair, order: Order, choice: ReturnedText) -> dict[str, Any
     else:
         found["text"] = choice.text
         found["logprobs"] = (
-            None if choice.scores is None else completion_logprobs(pair, order, choice.scores, choice.tokens)
+            None
+            if choice.scores is None
+            else completion_logprobs(pair, order, choice.scores, choice.tokens, choice.text)
         )
     return found | extras_of(order, choice)
 
@@ -432,7 +440,7 @@ def report_json(request: Request, jobs: Sequence[Job], outcome: AnsweredRequest)
     """Return the cost of a request, summed over its sessions."""
     counts = [job.session.count for job in jobs]
     widths = Counter(width for count in counts for width in count.widths)
-    tokens = sum(job.session.length for job in jobs)
+    tokens = sum(length_of(job.session) for job in jobs)
     passes = sum(count.target_passes for count in counts)
     steps = sum(widths.values())
     joules = [job.joules for job in jobs if job.joules is not None]

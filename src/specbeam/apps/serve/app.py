@@ -40,7 +40,7 @@ from specbeam.apps.serve.auth import Client, Keys
 from specbeam.apps.serve.bodies import read_body, unless_gone
 from specbeam.apps.serve.bounds import characters_per_token
 from specbeam.apps.serve.config import MIB, ServerConfig
-from specbeam.apps.serve.engine import COMPILE_S, Engine, EngineLimits, Job
+from specbeam.apps.serve.engine import COMPILE_S, Engine, EngineLimits, Job, length_of
 from specbeam.apps.serve.guarding import Guarding
 from specbeam.apps.serve.mapping import (
     OBJECTS,
@@ -49,6 +49,7 @@ from specbeam.apps.serve.mapping import (
     Served,
     chat_ids,
     check_model,
+    check_priority,
     number_of_texts,
     order_of,
     prompt_ids,
@@ -290,6 +291,7 @@ class BeamServer:
         def ordered() -> tuple[Order, ResponseForm | None]:
             body, form = read(raw)
             try:
+                check_priority(body, client)
                 engine.check_room(client.name, number_of_texts(body))
                 return order_of(body, served), form
             except (Refusal, SpecbeamError) as error:
@@ -490,7 +492,7 @@ class BeamServer:
             {
                 "id": number,
                 "method": asking.method_name,
-                "tokens": sum(job.session.length for job in asking.jobs),
+                "tokens": sum(length_of(job.session) for job in asking.jobs),
                 "running": sum(job.started is not None and not job.is_over for job in asking.jobs),
                 "waiting": sum(job.started is None and not job.is_over for job in asking.jobs),
                 "seconds": round(now - asking.began, 3),

@@ -24,11 +24,11 @@ from specbeam.apps.serve.answers import (
     completion_logprobs,
     extras_of,
     generations_of,
-    length_in_offsets,
     metrics_json,
     sendable,
     shows_special,
     specbeam_json,
+    text_offsets,
     usage_of,
     visible_tokens,
 )
@@ -396,24 +396,27 @@ class Asking:
     async def _echo(self, number: int) -> tuple[str, list[TokenScore | None]]:
         """Return the text of a prompt, and the scores of its tokens if the request asks for log-probabilities."""
         ids = self.order.prompts[number]
-        text = self.order.texts[number] or await self._in_pool(
-            lambda: self.request.text_of(ids, shows_special(self.order))
-        )
+        text = await self._in_pool(lambda: self._prompt_text(number))
         if self.order.top is None:
             return text, []
         rest = await self._score(ids[:1], [ids[1:]]) if len(ids) > 1 else [[]]
         return text, [None, *rest[0]]
 
+    def _prompt_text(self, number: int) -> str:
+        order = self.order
+        return order.texts[number] or self.request.text_of(order.prompts[number], shows_special(order))
+
     def _echoed(self, choice: ReturnedText, before: list[TokenScore | None]) -> dict[str, Any]:
         tokens = [*self.order.prompts[choice.prompt], *choice.tokens]
-        return completion_logprobs(self.served.pair, self.order, [*before, *(choice.scores or [])], tokens)
+        text = self._prompt_text(choice.prompt) + choice.text
+        return completion_logprobs(self.served.pair, self.order, [*before, *(choice.scores or [])], tokens, text)
 
     def _only_echoes(self, number: int, text: str, scores: list[TokenScore | None]) -> list[dict[str, Any]]:
         """Return the echo of a prompt for each of its choices."""
         order = self.order
         logprobs = None
         if order.top is not None:
-            logprobs = completion_logprobs(self.served.pair, order, scores, order.prompts[number])
+            logprobs = completion_logprobs(self.served.pair, order, scores, order.prompts[number], text)
         indices = range(number * order.count, (number + 1) * order.count)
         return [{"index": index, "text": text, "logprobs": logprobs} for index in indices]
 
@@ -619,8 +622,12 @@ class Asking:
             if order.is_chat:
                 last["logprobs"] = chat_logprobs(pair, order, choice.scores)
             else:
-                before = length_in_offsets(pair, order.prompts[choice.prompt]) if order.echo else 0
-                last["logprobs"] = completion_logprobs(pair, order, choice.scores, choice.tokens, before)
+                before = 0
+                if order.echo:
+                    prompt = order.prompts[choice.prompt]
+                    before = text_offsets(pair, prompt, self._prompt_text(choice.prompt))[-1]
+                scores, tokens = choice.scores, choice.tokens
+                last["logprobs"] = completion_logprobs(pair, order, scores, tokens, choice.text, before)
         last["finish_reason"] = choice.finish_reason
         return last | extras_of(order, choice)
 

@@ -695,27 +695,29 @@ class Engine:
         self.counts.target_passes += passes
         self.counts.target_rows += rows - job.rows
         job.rows = rows
-        self._note_tokens(job)
+        has_moved = self._note_tokens(job)
         if session.over:
             self._finish(job)
             return
-        if session.length > job.length:
-            job.length = session.length
+        if has_moved:
             if job.streams:
                 job.settled = settled_tokens(session)
             self._tell(job)
 
-    def _note_tokens(self, job: Job) -> None:
-        """Record the time of the new tokens of a job."""
-        fresh = job.session.length - job.length
+    def _note_tokens(self, job: Job) -> bool:
+        """Record the time of the new tokens of a job; return whether there are any."""
+        length = length_of(job.session)
+        fresh = length - job.length
         if fresh <= 0:
-            return
+            return False
+        job.length = length
         now = time.monotonic()
         if job.first_token is None:
             job.first_token = now
         else:
             self.counts.token_seconds.add((now - job.moved) / fresh, fresh)
         job.moved = now
+        return True
 
     def _share_energy(self, before: float | None) -> None:
         """Add the energy of a step to the jobs that took part, in equal shares."""
@@ -969,6 +971,14 @@ def _failure_by(error: Exception) -> EngineFailed:
 def _show(job: Job, turn: Turn) -> None:
     if job.see is not None:
         job.see(job.session, turn)
+
+
+def length_of(session: Session) -> int:
+    """Return the number of tokens of the longest text of a session, live or ended.
+
+    `Session.length` counts the live texts only, and stays at 0 if all texts end in the first turn.
+    """
+    return max([session.length, *(len(one.tokens) for one in session.ended)])
 
 
 def room_of(lm: Any, session: Session) -> StoreRoom:

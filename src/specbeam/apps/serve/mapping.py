@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbeam import Catalogue, Method, Pair
+from specbeam.apps.serve.auth import Client
 from specbeam.apps.serve.config import ServerConfig
 from specbeam.apps.serve.processors import CountPenalty, TokenBias
 from specbeam.apps.serve.protocol import (
@@ -226,6 +227,19 @@ def check_model(name: str | None, served: Served) -> None:
     if name is not None and name != served.name:
         raise invalid(
             f"model {shown(name)} does not exist; this server has {served.name!r}", "model", "model_not_found", 404
+        )
+
+
+def check_priority(body: Body, client: Client) -> None:
+    """Raise `Refusal` if a request goes before others further than its key permits."""
+    if body.priority is not None and body.priority < client.least_priority:
+        raise Refusal(
+            403,
+            "permission_error",
+            "forbidden",
+            f"priority is {body.priority}, and with this key it must be at least {client.least_priority}; the operator can "
+            "permit lower numbers in the file of API keys",
+            "priority",
         )
 
 

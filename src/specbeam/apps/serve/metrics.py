@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from specbeam import __version__
 from specbeam.apps.serve.answers import drafting_passes
 from specbeam.apps.serve.buckets import SECONDS, Buckets
-from specbeam.apps.serve.engine import Engine, Job
+from specbeam.apps.serve.engine import Engine, Job, length_of
 from specbeam.core import LM
 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
@@ -75,8 +75,9 @@ class ServerMetrics:
                 self.first_token.observe(job.first_token - job.arrived)
             if job.ended is not None:
                 self.latency.observe(job.ended - job.arrived)
-            if job.ended is not None and job.first_token is not None and job.session.length > 1:
-                self.per_token.observe((job.ended - job.first_token) / (job.session.length - 1))
+            length = length_of(job.session)
+            if job.ended is not None and job.first_token is not None and length > 1:
+                self.per_token.observe((job.ended - job.first_token) / (length - 1))
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics that are plain numbers; called by the registry."""
