@@ -117,6 +117,9 @@ def test_in_a_browser_the_page_shows_the_text_of_the_server_and_each_turn(worded
             page.get_by_test_id("method").select_option("dsbd")
             page.get_by_test_id("more").locator("summary").click()
             page.get_by_test_id("setting-depth").fill("3")
+            page.get_by_test_id("beside").select_option("dsbd")
+            page.get_by_test_id("run").click()
+            page.get_by_test_id("error").filter(has_text="dsbd is compared with itself").wait_for()
             page.get_by_test_id("beside").select_option("beam_sampling")
             page.get_by_test_id("run").click()
             page.get_by_test_id("verdict").filter(has_text="wrote the same text").wait_for(timeout=120_000)
@@ -148,6 +151,50 @@ def test_in_a_browser_the_page_shows_the_text_of_the_server_and_each_turn(worded
                 assert page.evaluate("axe.run(document).then((found) => found.violations)") == []
             page.screenshot(path=str(tmp_path / f"{name}.png"), full_page=True)
             page.close()
+        browser.close()
+
+
+FIGURES = """
+const reports = (seconds) => seconds.map((one) => ({
+  tokens: 12, seconds: one, passes_per_token: 1, target_passes: 12, draft_passes: 0, accepted: 0, first_token_seconds: one / 4,
+}));
+const answer = (name, seconds) => {
+  const made = new Answer(name, true);
+  made.drawn = reports([1])[0];
+  made.timed = reports(seconds);
+  return made;
+};
+const ratios = (one, other) => {
+  showFigures([answer("one", one), answer("other", other)]);
+  return [...document.querySelectorAll("#figures tbody tr")].map((row) => [row.children[0].textContent, row.lastChild.textContent]);
+};
+globalThis.ratios = ratios;
+globalThis.helped = (about, law) => {
+  methods = [{ name: "m", about, law, needs: "", settings: {} }];
+  byId("method").replaceChildren(make("option", { value: "m" }, "m"));
+  showMethod();
+  return byId("help").innerHTML;
+};
+"""
+
+
+@pytest.mark.slow
+def test_in_a_browser_the_page_shows_ratios_of_times_only_beyond_the_spread_and_laws_as_sentences():
+    playwright, chromium = playwright_and_chromium()
+    text = page_text("NONCE").replace("</script>", FIGURES + "</script>")
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.set_content(text)
+        alike = dict(page.evaluate("ratios([1, 1.4, 1.1], [1.2, 1.05, 1.3])"))
+        assert (alike["tokens per second"], alike["seconds"], alike["first token, ms"]) == ("–", "–", "–")
+        assert alike["passes of the target"] == "1.00"
+        apart = dict(page.evaluate("ratios([1, 1.1], [2, 2.2])"))
+        assert (apart["tokens per second"], apart["seconds"]) == ("2.00", "0.50")
+        assert dict(page.evaluate("ratios([1], [2])"))["seconds"] == "–"
+        helped = page.evaluate("helped('Reads `n` tokens.', 'for more likely text')")
+        assert "<p>Reads <code>n</code> tokens.</p>" in helped
+        assert "Law: for more likely text. It needs the target alone." in helped
         browser.close()
 
 

@@ -372,7 +372,7 @@ function writeText(element, settled, open = "") {
 // The beams after a turn, live and ended, best first.
 function writeBeams(list, turn) {
   const live = turn.beams.map(([text, score]) => [turn.settled + text, score, ""]);
-  const ended = turn.ended.map(([text, score]) => [text, score, "  (ended)"]);
+  const ended = turn.ended.map(([text, score]) => [text, score, " (ended)"]);
   const all = [...live, ...ended].sort((one, other) => other[1] - one[1]).slice(0, 16);
   list.replaceChildren(...all.map(([text, score, end]) => {
     const item = make("li");
