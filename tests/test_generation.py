@@ -638,7 +638,7 @@ def test_answers_that_are_missing_leave_their_places_empty(pair):
     """A list of results says by its places which prompt they answer."""
     options = {"num_return_sequences": 3, "max_new_tokens": 6}
     few = {"prefix_allowed_tokens_fn": lambda number, tokens: [5] if number == 1 else list(range(61))}
-    with pytest.raises(errors.SomeFailed, match="prompt 1 has 1 answers, num_return_sequences is 3") as caught:
+    with pytest.raises(errors.SomeFailed, match="prompt 1 has 1 answer, num_return_sequences is 3") as caught:
         sb.generate(pair, ["abc", "no", "a" * 300, "a"], sb.beam_search(4), **options, **few)
     made = [one is not None for one in caught.value.generations]
     assert made == [True] * 3 + [True, False, False] + [False] * 3 + [True] * 3

@@ -293,7 +293,7 @@ def test_inputs_that_would_be_ignored_are_refused(models):
 def test_rows_that_are_missing_are_an_error(models):
     target, _, tokenizer = models
     inputs = inputs_of(tokenizer, ["Hello", "you"])
-    with pytest.raises(errors.TooFewAnswers, match="prompt 0 has 1 answers, num_return_sequences is 3"):
+    with pytest.raises(errors.TooFewAnswers, match="prompt 0 has 1 answer, num_return_sequences is 3"):
         target.generate(
             **inputs, num_beams=3, do_sample=False, num_return_sequences=3, max_new_tokens=4,
             prefix_allowed_tokens_fn=lambda number, tokens: [5], custom_generate=sb.hf.beam_search,
