@@ -149,6 +149,10 @@ def another_tokenizer():
         (lambda: sb.load("bundled", quantise="int8"), r"load\(\) has no option quantise \(did you mean quantize\?\)"),
         (lambda: sb.load("bundled", torch_dtype="float32"), r"no option torch_dtype \(did you mean dtype\?\)"),
         (lambda: sb.hmt("bundled", memry=3), r"hmt\(\) has no option memry \(did you mean memory\?\)"),
+        (
+            lambda: inspect.unwrap(sb.Method.with_parts)(sb.dsbd(4), "prompt_lookup"),
+            "must be a part; names are for sb.speculative_beam_search",
+        ),
         (lambda: sb.dsbd(4).with_parts(drafer=3), r"with_parts\(\) has no part drafer \(did you mean drafter\?\)"),
         (
             lambda: inspect.unwrap(sb.load)(3),
