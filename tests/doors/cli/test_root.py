@@ -95,6 +95,7 @@ def test_these_are_all_options_of_the_program():
 )
 def test_the_shell_completes_names(typed, completed, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"lang_to_id": {"<|de|>": 1, "<|en|>": 2}}')
+    (tmp_path / "config.json").write_text('{"model_type": "whisper"}')
     words = typed.replace("MODEL", str(tmp_path))
     asked = {"_SPECBEAM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     program = "from specbeam.doors.cli.main import app; app(prog_name='specbeam')"

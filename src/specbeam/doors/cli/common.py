@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specbeam.core.garbage import rarely_collected
 from specbeam.doors import plain
 from specbeam.doors.method_names import settings_in
+from specbeam.doors.model_files import require_text_model
 from specbeam.doors.options.table import checked_values
 from specbeam.doors.places import require_file
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, NotSupported
@@ -21,15 +22,18 @@ if TYPE_CHECKING:
     from specbeam.recipes.method import Method
 
 
-def quiet_load(model: str, draft: str | None, *, sources: bool = False, **options: Any) -> "Pair":
+def quiet_load(model: str, draft: str | None, *, sources: bool = False, hears: bool = False, **options: Any) -> "Pair":
     """Load a pair with `specbeam.load`, without transformers' progress bars and messages.
 
     A folder written by `specbeam train hmt` stands for its model with this memory, as target and as draft.
 
     Args:
         sources: whether the command supports encoder-decoder models; otherwise they raise `NotSupported`.
+        hears: whether the command supports models that read audio; otherwise they raise `NotSupported`, before loading.
         options: options of `specbeam.load`.
     """
+    if not hears:
+        require_text_model(model)
     from specbeam.doors.cli.screen import working
 
     with working(f"loading {model}"), rarely_collected():

@@ -185,7 +185,7 @@ def transcribe(given: TranscribeArguments) -> int:
     from specbeam.apps.speech.transcribe import transcribe as transcribed
 
     loaded = given.named("device", "quantize", "kv", "compute", "engine")
-    pair = quiet_load(given.model, given.draft, sources=True, **loaded)
+    pair = quiet_load(given.model, given.draft, sources=True, hears=True, **loaded)
     failed = len(files) - len(readable)
     is_one = len(files) == 1
     prints_segments = given.output is None and given.format == "text"  # a line per segment, as soon as it is there
