@@ -119,7 +119,7 @@ def start(
 ) -> None:
     """Prepare the process for a command."""
     from specbeam.doors.cli.screen import progress_console
-    from specbeam.doors.progress import VARIABLE, show_compilation
+    from specbeam.doors.progress import VARIABLE, show_compilation, shows_progress
 
     word_warnings()
     try:
@@ -136,7 +136,8 @@ def start(
     if quiet:
         os.environ[VARIABLE] = "off"
         warnings.simplefilter("ignore")
-    show_compilation(progress_console())
+    if shows_progress(progress_console()):  # elsewhere loading a model does it, as this imports numba
+        show_compilation(progress_console())
 
 
 def word_warnings() -> None:
