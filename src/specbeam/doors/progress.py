@@ -8,7 +8,6 @@ from functools import cache
 from threading import RLock
 from typing import Any
 
-from specbeam.core.compiling.forms import forms_made, listen
 from specbeam.errors import BadSetting
 
 VARIABLE = "SPECBEAM_PROGRESS"  # "off": no bars
@@ -30,6 +29,8 @@ class CompilationBar:
         self.under_way = 0  # number of nested compilations: a step's callees are compiled inside its own
         self._spent_s = 0.0  # of compilations that are over
         self._began = 0.0
+        from specbeam.core.compiling.forms import forms_made
+
         self._known = forms_made()  # steps that were there before
 
     def note(self, begins: bool) -> None:
@@ -98,6 +99,8 @@ class CompilationNote:
 
 def _steps() -> tuple[int, int | None]:
     """Return the number of steps that this process has, and the number that a first text needs; None if it has as many."""
+    from specbeam.core.compiling.forms import forms_made
+
     done = forms_made()
     return done, _of_first_text() if done < _of_first_text() else None
 
@@ -134,6 +137,8 @@ class CompilationWatch:
 @cache
 def compilation_watch() -> CompilationWatch:
     """Return the watch of this process."""
+    from specbeam.core.compiling.forms import listen
+
     watch = CompilationWatch()
     listen(watch.note)
     return watch
