@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -42,6 +43,7 @@ from specbeam.apps.serve.bounds import characters_per_token
 from specbeam.apps.serve.config import MIB, ServerConfig
 from specbeam.apps.serve.engine import COMPILE_S, Engine, EngineLimits, Job, length_of
 from specbeam.apps.serve.guarding import Guarding
+from specbeam.apps.serve.logs import compilation_text
 from specbeam.apps.serve.mapping import (
     OBJECTS,
     RECIPE_OF,
@@ -159,6 +161,7 @@ class BeamServer:
         self.metrics = ServerMetrics(config.name or str(config.model))
         self.state = "loading"  # then "ready", "draining" or "failed"
         self.failure = ""
+        self.phase = "loading the models"  # while the state is "loading"
         self.asking: dict[str, UnderWay] = {}
         self.engine: Engine | None = None
         self.fingerprint = ""
@@ -175,7 +178,6 @@ class BeamServer:
         )
         compilation_watch()  # counts from now on
         self._shown: set[Asking] = set()  # requests whose turns are shown or audited
-        self._unfit: frozenset[str] = frozenset()  # methods that the pair cannot run, for lack of a draft for example
         self._new: dict[str, deque[float]] = {}  # by key, the times of its latest requests with new method settings
         self._service_s = 1.0  # moving average of the seconds per text
 
@@ -201,10 +203,12 @@ class BeamServer:
             self.fingerprint = fingerprint(pair, self.config.chunk)
             limits = _engine_limits(self.config, pair)
             self.engine = Engine(pair, limits, self.keys.weights, self.keys.most_running).start()
-            served = self._served
-            self._unfit = self.engine.call(lambda: _unfit(pair)).result()
+            unfit = self.engine.call(lambda: _unfit(pair)).result()
+            served = replace(self._served, unfit=unfit)
+            self._served = served
             if served.hears:
                 self.speech.open(pair)
+            self.phase = "warming up"
             self.engine.call(lambda: _warm_up(pair, served), COMPILE_S).result()
         except Exception as error:
             self.failure = str(error)
@@ -261,7 +265,10 @@ class BeamServer:
             state = "engine_dead" if is_dead else state
         if state == "ready":
             return 200, {"status": "ok", "model": self.metrics.name}
-        return 503, {"status": "engine_dead" if state == "failed" else state, "message": self.failure}
+        message = self.failure
+        if state == "loading":
+            message = compilation_text() or self.phase
+        return 503, {"status": "engine_dead" if state == "failed" else state, "message": message}
 
     def cause_of_death(self) -> str:
         """Return the reason why the engine is dead or stuck; "" if it works, or has not started."""
@@ -481,7 +488,7 @@ class BeamServer:
                 found.append(
                     {"name": name, "about": recipe.about, "law": recipe.law, "paper": recipe.paper, "exact": recipe.exact,
                      "needs": recipe.needs, "lossless": recipe.lossless, "settings": settings,
-                     "available": name not in self._unfit}
+                     "available": name not in self.served.unfit}
                 )  # fmt: skip
         return found
 
@@ -727,7 +734,9 @@ def make_app(server: BeamServer) -> Any:
         known = {404: "unknown_url", 405: "method_not_allowed"}
         code = known.get(error.status_code, "bad_setting")
         elsewhere = _ELSEWHERE.get(http.url.path.rstrip("/")) if error.status_code == 404 else None
-        message = f"this server does not answer {http.method} {http.url.path[:200]}: {elsewhere or error.detail}"
+        allowed = (error.headers or {}).get("Allow") if error.status_code == 405 else None
+        advice = elsewhere or (f"use {allowed}" if allowed else error.detail)
+        message = f"this server does not answer {http.method} {http.url.path[:200]}: {advice}"
         kind = "not_found_error" if error.status_code in known else "invalid_request_error"
         return JSONResponse(
             Refusal(error.status_code, kind, code, message).body, error.status_code, headers=error.headers

@@ -142,8 +142,8 @@ class Asking:
                 self._request = await pools.constraints.make(self.pool_key, make, busy, late)
         except (Refusal, SpecbeamError) as error:
             refusal = refusal_of(error)
-            if refusal.code == "bad_grammar" and order.constraint_field is not None:
-                refusal.param = order.constraint_field
+            if order.constraint_field is not None:
+                _name_constraint(refusal, order.constraint_field)
             raise refusal from error
         for refused in self.request.refused.values():
             raise refusal_of(refused)
@@ -654,6 +654,16 @@ def as_event(chunk: dict[str, Any] | None) -> bytes:
     if chunk is None:
         return b": ping\n\n"
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _name_constraint(refusal: Refusal, field: str) -> None:
+    """Name the field that constrains the texts in a refusal by the option of the library."""
+    option, _, rest = refusal.message.partition(" ")
+    if option in ("json_schema", "regex", "grammar") and refusal.code in ("not_supported", "bad_grammar"):
+        refusal.message = f"{field} {rest}"
+        refusal.param = field
+    elif refusal.code == "bad_grammar":
+        refusal.param = field
 
 
 DONE = b"data: [DONE]\n\n"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from specbeam.doors import hint
 from specbeam.errors import BadSetting, MissingFile
 
 # pydantic-settings would read every variable SPECBEAM_*, some of which are not the server's, and its errors name none of the
@@ -21,6 +22,7 @@ class ServerConfig:
     Args:
         model, draft: see `specbeam.load`.
         quantize, draft_vocab, kv, compute, engine: see `specbeam.load`.
+        threads: number of CPU threads; 0: torch's choice.
         name: name of the model in requests; "": `model`.
         method, settings: method of requests that do not choose one, and its settings as NAME=VALUE; "": `dsbd`, or
             `beam_sampling` without a draft, with at least as many beams as answers are asked for. "auto": the fastest,
@@ -78,6 +80,7 @@ class ServerConfig:
     kv: str | None = None
     compute: str | None = None
     engine: str = "auto"
+    threads: int = 0
     name: str = ""
     method: str = ""
     settings: tuple[str, ...] = ()
@@ -172,7 +175,7 @@ class ServerConfig:
         if not 0 <= self.port <= LAST_PORT:
             raise BadSetting(f"port is {self.port}; it must be 0 (any free port) to {LAST_PORT}")
         if self.log_level not in LOG_LEVELS:
-            raise BadSetting(f"log_level is {self.log_level!r}; it must be {', '.join(LOG_LEVELS)}")
+            raise BadSetting(f"log_level is {self.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}")
         if self.open_metrics and self.metrics_key:
             raise BadSetting(
                 "open_metrics lets everybody read /metrics, and metrics_key only who has it; give one of them"
@@ -190,6 +193,7 @@ class ServerConfig:
                 f"max_audio_seconds is {self.max_audio_seconds}; it must be finite, because memory grows with it"
             )
         for name in (
+            "threads",
             "max_waiting",
             "max_running_per_key",
             "prefix_cache_mb",
@@ -244,7 +248,8 @@ def read_config(path: str | Path | None, given: dict[str, Any]) -> ServerConfig:
         values.setdefault("api_keys", [key.strip() for key in keys.split(",") if key.strip()])
     known = {one.name for one in fields(ServerConfig)}
     if unknown := sorted(set(values) - known):
-        raise BadSetting(f"unknown settings: {', '.join(unknown)}; the configuration has {', '.join(sorted(known))}")
+        named = [f"{name}{hint(name, known)}" for name in unknown]
+        raise BadSetting(f"unknown settings: {', '.join(named)}; the configuration has {', '.join(sorted(known))}")
     chosen: dict[str, Any] = {}
     for name, value in values.items():
         chosen[name] = tuple(value) if isinstance(value, list) else value

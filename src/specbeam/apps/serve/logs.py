@@ -3,9 +3,13 @@
 import json
 import logging
 import sys
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Any
 
+from specbeam.doors import compilation_watch
+
+EVERY_S = 15.0  # seconds between two lines while steps are compiled
 LOG = logging.getLogger("specbeam.serve")
 UVICORN = logging.getLogger("uvicorn.error")
 
@@ -23,6 +27,39 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=True)
+
+
+class CompilationLog:
+    """Logs that steps are compiled: at once, and every `EVERY_S` seconds while it goes on.
+
+    Args:
+        waiting: returns the ids of the requests in progress.
+    """
+
+    def __init__(self, waiting: Callable[[], Iterable[str]]) -> None:
+        self._waiting = waiting
+        self._next = 0.0  # clock time from which the next line may be written
+
+    def look(self, now: float) -> None:
+        """Write a line if steps are compiled and none was written for some time.
+
+        Args:
+            now: clock time (`time.monotonic`).
+        """
+        text = compilation_text()
+        if not text or now < self._next:
+            return
+        self._next = now + EVERY_S
+        LOG.info("%s", text, extra={"fields": {"requests": [*self._waiting()]}})
+
+
+def compilation_text() -> str:
+    """Return how many steps are compiled; "" if none is compiled now."""
+    found = compilation_watch().progress
+    if found is None:
+        return ""
+    steps = f"{found['done']} steps so far" if found["total"] is None else f"{found['done']} of {found['total']} steps"
+    return f"compiling for this processor, once: {steps}"
 
 
 def set_up_log(level: str = "info") -> None:

@@ -56,6 +56,7 @@ class Served:
         template: chat template; None: the tokenizer's, if it has one.
         longest_token: number of characters that no token of a text exceeds on average; None if there is no bound.
         catalogues: the catalogues that requests may name.
+        unfit: the methods that the pair cannot run, for lack of a draft for example.
     """
 
     pair: Pair
@@ -65,6 +66,7 @@ class Served:
     template: str | None = None
     longest_token: int | None = None
     catalogues: Mapping[str, Catalogue] = field(default_factory=dict)
+    unfit: frozenset[str] = frozenset()
 
     @property
     def hears(self) -> bool:
@@ -439,9 +441,10 @@ def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Metho
     if method.beams > 1:
         check_beams(method, config)
         if count > method.beams:
-            raise invalid(
-                f"n is {count}, but {method.name} keeps {method.beams} beams; lower n or raise the beams", "n"
-            )
+            advice = "lower n or raise the beams"
+            if count > config.max_beams:
+                advice = f"this server allows at most {config.max_beams} beams, so lower n"
+            raise invalid(f"n is {count}, but {method.name} keeps {method.beams} beams; {advice}", "n")
         return method, count, key
     drawn = body.best_of or count
     if drawn > config.max_n:
@@ -524,10 +527,9 @@ def named_method(
     name = options.method or ("speculative_beam_search" if has_draft else "beam_search")
     allowed = served.config.methods or tuple(RECIPE_OF)
     if name == "auto" or name not in RECIPE_OF or (options.method is not None and name not in allowed):
-        raise invalid(
-            f"specbeam.method is {shown(name)}; this server offers {', '.join(one for one in RECIPE_OF if one in allowed)}",
-            "specbeam",
-        )
+        offered = [one for one in RECIPE_OF if one in allowed and one not in served.unfit]
+        near = hint(name, offered)
+        raise invalid(f"specbeam.method is {shown(name)}{near}; this server offers {', '.join(offered)}", "specbeam")
     make = RECIPE_OF[name]
     known = inspect.signature(make).parameters
     chosen = {key: _setting(name, key, value, known) for key, value in further.items()}

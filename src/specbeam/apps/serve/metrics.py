@@ -14,6 +14,7 @@ from specbeam.apps.serve.engine import Engine, Job, length_of
 from specbeam.core import LM
 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+OF_ENGINE = ("model_name", "engine")  # labels of all metrics but the version, as in vLLM
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
@@ -25,6 +26,7 @@ class ServerMetrics:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._engine = (name, "0")  # the values of `OF_ENGINE`
         self.registry = CollectorRegistry()
         self.engine: Engine | None = None
         self.finished: Counter[str] = Counter()
@@ -47,8 +49,8 @@ class ServerMetrics:
         self.registry.register(self)
 
     def _histogram(self, name: str, what: str, buckets: Sequence[float]) -> Any:
-        made = Histogram(f"specbeam:{name}", what, ["model_name"], buckets=buckets, registry=self.registry)
-        return made.labels(self.name)
+        made = Histogram(f"specbeam:{name}", what, [*OF_ENGINE], buckets=buckets, registry=self.registry)
+        return made.labels(*self._engine)
 
     def note(
         self, jobs: Sequence[Job], prompt_tokens: int, tokens: int, n: int, beams: int, reasons: Iterable[str]
@@ -146,31 +148,37 @@ class ServerMetrics:
         yield self._counters("request_success", "Finished texts.", "finished_reason", finished)
         rejected = dict(sorted(self.rejected.items()))
         yield self._counters("admission_rejections", "Requests rejected for lack of capacity.", "reason", rejected)
-        http = CounterMetricFamily("specbeam:http_requests", "Answers.", labels=["model_name", "path", "status"])
+        http = CounterMetricFamily("specbeam:http_requests", "Answers.", labels=[*OF_ENGINE, "path", "status"])
         for (path, status), number in sorted(self.http.items()):
-            http.add_metric([self.name, path, str(status)], number)
+            http.add_metric([*self._engine, path, str(status)], number)
         yield http
 
     def _family(self, kind: Any, name: str, what: str, label: str, values: Mapping[str, float]) -> Metric:
         """Return a metric of a kind with a value for each value of a label."""
-        made: Metric = kind(f"specbeam:{name}", what, labels=["model_name", label])
+        made: Metric = kind(f"specbeam:{name}", what, labels=[*OF_ENGINE, label])
         for of_label, value in values.items():
-            made.add_metric([self.name, of_label], value)
+            made.add_metric([*self._engine, of_label], value)
+        return made
+
+    def _single(self, kind: Any, name: str, what: str, value: float) -> Metric:
+        """Return a metric of a kind with one value."""
+        made: Metric = kind(f"specbeam:{name}", what, labels=OF_ENGINE)
+        made.add_metric(self._engine, value)
         return made
 
     def _counters(self, name: str, what: str, label: str, values: Mapping[str, float]) -> Metric:
         return self._family(CounterMetricFamily, name, what, label, values)
 
     def _buckets(self, name: str, what: str, buckets: Buckets) -> Metric:
-        made = HistogramMetricFamily(f"specbeam:{name}", what, labels=["model_name"])
-        made.add_metric([self.name], buckets.cumulated, buckets.total)
+        made = HistogramMetricFamily(f"specbeam:{name}", what, labels=OF_ENGINE)
+        made.add_metric(self._engine, buckets.cumulated, buckets.total)
         return made
 
     def _counter(self, name: str, what: str, value: float) -> Metric:
-        return self._family(CounterMetricFamily, name, what, "engine", {"0": value})
+        return self._single(CounterMetricFamily, name, what, value)
 
     def _gauge(self, name: str, what: str, value: float) -> Metric:
-        return self._family(GaugeMetricFamily, name, what, "engine", {"0": value})
+        return self._single(GaugeMetricFamily, name, what, value)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

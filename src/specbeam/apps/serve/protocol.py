@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from types import NoneType
@@ -348,30 +349,87 @@ def _depth(raw: bytes) -> int:
 def refusal_of_fields(error: ValidationError, kind: type[BaseModel]) -> Refusal:
     """Return one refusal for all validation errors of a body."""
     problems = error.errors(include_url=False, include_context=False)
-    texts: list[str] = []
+    if unsupported := _unsupported_content(problems):
+        return invalid(unsupported, str(problems[0]["loc"][0]), "unsupported_content")
+    texts: dict[str, list[str]] = {}  # by their beginning, the kinds that a value may have
     code = "bad_setting"
     first: str | None = None
     for problem in problems[: 4 * MOST_PROBLEMS]:
         where = [str(part) for part in problem["loc"]]
         name = where[0] if where else ""
-        path = ".".join(
-            part for part in where if not part.startswith(("function-", "constrained", "list[", "literal["))
-        )
+        path = _path_of(where)
         if problem["type"] == "extra_forbidden":
             text = f"{path} is not a field of this request{_nearest(name, kind) if len(where) == 1 else ''}"
             code = "unknown_field"
         elif problem["type"] == "missing":
             text = f"{path} is missing"
         else:
-            text = f"{path} is {shown(problem['input'])}: {problem['msg'].lower()}"
+            text = f"{path} is {shown(problem['input'])}: "
         if first is None:
             first = name or None
-        if text not in texts:
-            texts.append(text)
-    more = "" if len(texts) <= MOST_PROBLEMS else "; and more"
+        kinds = texts.setdefault(text, [])
+        wanted = _wanted(problem["msg"])
+        if text.endswith(": ") and wanted not in kinds:
+            kinds.append(wanted)
+    whole = [text + _either(kinds) for text, kinds in texts.items()]
+    more = "" if len(whole) <= MOST_PROBLEMS else "; and more"
     if first == "messages" and any("content" in map(str, problem["loc"]) for problem in problems):
         code = "unsupported_content"
-    return invalid("; ".join(texts[:MOST_PROBLEMS]) + more, first, code)
+    return invalid("; ".join(whole[:MOST_PROBLEMS]) + more, first, code)
+
+
+def _path_of(where: Sequence[str]) -> str:
+    """Return the path of a value, without pydantic's names of the types that it may have."""
+    of_types = ("function-", "constrained", "list[", "literal[")
+    names = [
+        part for part in where[1:] if part not in ("str", "int", "bool", "float") and not part.startswith(of_types)
+    ]
+    return ".".join([*where[:1], *names])
+
+
+_MUST_BE = "it must be "
+_SHOULD_BE = "input should be "
+# What pydantic calls kinds of JSON, and their names.
+_KINDS = (
+    (r"a valid dictionary( or instance of \w+)?", "an object"),
+    (r"\ban? valid (?=[aeiou])", "an "),
+    (r"\ban? valid ", "a "),
+)
+
+
+def _wanted(message: str) -> str:
+    """Return pydantic's message about a value in the words of JSON."""
+    text = message.lower()
+    if not text.startswith(_SHOULD_BE):
+        return text
+    text = text.removeprefix(_SHOULD_BE)
+    for pattern, name in _KINDS:
+        text = re.sub(pattern, name, text)
+    return _MUST_BE + text
+
+
+def _either(wanted: Sequence[str]) -> str:
+    """Return what a value must be, from the kinds that it may have."""
+    kinds = [one.removeprefix(_MUST_BE) for one in wanted if one.startswith(_MUST_BE)]
+    others = [one for one in wanted if not one.startswith(_MUST_BE)]
+    return "; ".join([*([_MUST_BE + " or ".join(kinds)] if kinds else []), *others])
+
+
+_UNSUPPORTED = {
+    "image_url": "images", "input_image": "images", "image": "images", "input_audio": "sounds", "audio": "sounds",
+    "video_url": "videos", "input_video": "videos", "file": "files", "input_file": "files",
+}  # fmt: skip
+
+
+def _unsupported_content(problems: Sequence[Any]) -> str:
+    """Return a message about a part of a message that is no text; "" if there is none."""
+    for problem in problems:
+        where = [str(part) for part in problem["loc"]]
+        given = problem["input"]
+        if where[-1:] == ["type"] and isinstance(given, str) and given in _UNSUPPORTED:
+            path = _path_of(where).removesuffix(".type")
+            return f"{path} is of type {given!r}: {_UNSUPPORTED[given]} are not supported; send parts of type 'text'"
+    return ""
 
 
 _REPLACED = {

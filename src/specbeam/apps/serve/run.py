@@ -1,5 +1,6 @@
 """Running the server as a process: signals, watchdog, shutdown and log."""
 
+import json
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ from specbeam.apps.serve.app import BeamServer, make_app
 from specbeam.apps.serve.config import ServerConfig
 from specbeam.apps.serve.connections import Connections, GuardedConnection, most_connections
 from specbeam.apps.serve.leaving import end_now
-from specbeam.apps.serve.logs import set_up_log
+from specbeam.apps.serve.logs import CompilationLog, set_up_log
 from specbeam.doors import load_by_name
 from specbeam.errors import BadSetting, SpecbeamError
 
@@ -66,8 +67,10 @@ class _Uvicorn(uvicorn.Server):
         It ends by force, because Python would wait for threads that wait for a hanging engine. So does a server that drains
         while its engine compiles a step or hangs.
         """
+        compilation = CompilationLog(lambda: [*self.beams.asking])
         while not self.should_exit:
             time.sleep(WATCH_S)
+            compilation.look(time.monotonic())
             if time.monotonic() > self._end_by:
                 LOG.warning("shutting down by force: the engine was still in a step after drain_timeout")
                 end_now(self.code)
@@ -96,6 +99,7 @@ def serve(config: ServerConfig) -> int:
     if config.tensor_parallel and os.environ.get("RANK", "0") != "0":
         load_pair(config)  # follows rank 0 and does not return
     _check_tls(config)
+    LOG.info("loading %s", config.model if config.draft is None else f"{config.model} with the draft {config.draft}")
     server = BeamServer(config, partial(load_pair, config))
     runner = _Uvicorn(uvicorn_config(make_app(server), config), server)
     threading.Thread(target=runner.watch, name="specbeam watch", daemon=True).start()
@@ -164,7 +168,7 @@ def _read_keys(server: BeamServer) -> None:
 
 
 def _say_when_ready(server: BeamServer, runner: _Uvicorn) -> None:
-    """Print the address of the server and an example request as soon as it is ready."""
+    """Log the address of the server as soon as it is ready; a terminal gets an example request, too."""
     while (server.state == "loading" or not runner.started) and not runner.should_exit:
         time.sleep(0.05)
     if server.state != "ready":
@@ -175,15 +179,25 @@ def _say_when_ready(server: BeamServer, runner: _Uvicorn) -> None:
     for one in runner.servers:
         for socket in one.sockets:
             port = socket.getsockname()[1]
-    method = server.served.method
-    print(
-        f"specbeam serves {server.served.name} at {scheme}://{host}:{port} (web page and API). Default method: "
-        f"{method.name}, {method.law}.\n"
-        f"  curl -s {scheme}://{host}:{port}/v1/completions -H 'content-type: application/json' "
-        """-d '{"prompt": "Ein Hund läuft.", "n": 3, "use_beam_search": true}'""",
-        file=sys.stderr,
-        flush=True,
+    served = server.served
+    address = f"{scheme}://{host}:{port}"
+    LOG.info(
+        "specbeam serves %s at %s (web page and API). Default method: %s, %s.",
+        served.name,
+        address,
+        served.method.name,
+        served.method.law,
     )
+    if sys.stderr is not None and sys.stderr.isatty() and not served.hears:  # in a file each line is JSON
+        print(_example(server, address), file=sys.stderr, flush=True)
+
+
+def _example(server: BeamServer, address: str) -> str:
+    """Return a command that sends a request, with a prompt in the language of the model."""
+    key = " -H 'authorization: Bearer KEY'" if server.keys.needed else ""
+    prompt = "Ein Hund läuft." if server.config.model == "bundled" else "The dog runs"
+    body = json.dumps({"prompt": prompt, "n": 3, "use_beam_search": True}, ensure_ascii=False)
+    return f"  curl -s {address}/v1/completions -H 'content-type: application/json'{key} -d '{body}'"
 
 
 def _check_tls(config: ServerConfig) -> None:

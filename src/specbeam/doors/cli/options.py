@@ -71,7 +71,7 @@ def _check_picture(file: Path) -> None:
     check_picture(file)
 
 
-def _use_threads(count: int) -> None:
+def use_threads(count: int) -> None:
     """Set the number of torch's CPU threads, by the variables that torch reads when it is imported if it is not yet."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(count)
@@ -196,7 +196,7 @@ PromptFiles = Annotated[
 SpacedRows = Annotated[int, typer.Option(min=1, help="Maximum number of prompts, evenly spaced over all.")]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, help="Number of CPU threads; by default torch's choice.", callback=checked(_use_threads)),
+    typer.Option(min=1, help="Number of CPU threads; by default torch's choice.", callback=checked(use_threads)),
 ]
 PassRows = Annotated[list[int], typer.Option(min=1, help="Number of rows per pass. May be given several times.")]
 Lengths = Annotated[

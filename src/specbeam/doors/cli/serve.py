@@ -7,6 +7,7 @@ import typer
 
 from specbeam.doors.cli.arguments import Record, group
 from specbeam.doors.cli.common import require_items
+from specbeam.doors.cli.options import use_threads
 from specbeam.doors.cli.serve_options import given_options, server_parameters
 from specbeam.doors.method_names import check_settings, setting_names
 from specbeam.doors.model_files import check_model, require_place_of_model
@@ -52,6 +53,8 @@ def _serve(given: ServeArguments) -> int:
     from specbeam.apps.serve.config import read_config
 
     config = read_config(given.config, given.options)
+    if config.threads:
+        use_threads(config.threads)
     _check_models(config)
     _check_files(config)
     for name in (config.method, *config.methods):

@@ -14,6 +14,7 @@ from specbeam.doors.cli.options import (
     QuantizeTarget,
     Settings,
     TensorParallel,
+    Threads,
 )
 
 Text = str | None
@@ -43,6 +44,7 @@ MODELS = {
         Text,
         "Engine of the models: 'gpu', 'compiled', 'plain' or 'layers'; by default the fastest that fits (docs/models.md).",
     ),
+    "threads": Threads,
     "tensor_parallel": TensorParallel,
     "name": option(Text, "Name of the model in requests; by default that of --model."),
     "chat_template": option(Text, "File with a chat template, for a model without one."),
