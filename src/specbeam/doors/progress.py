@@ -29,9 +29,7 @@ class CompilationBar:
         self.under_way = 0  # number of nested compilations: a step's callees are compiled inside its own
         self._spent_s = 0.0  # of compilations that are over
         self._began = 0.0
-        from specbeam.core.compiling.forms import forms_made
-
-        self._known = forms_made()  # steps that were there before
+        self._known = _steps()[0]  # those that were there before
 
     def note(self, begins: bool) -> None:
         """Note that the compilation of a step begins or ends, and show or hide the bar."""
@@ -186,5 +184,7 @@ def show_compilation(console: Any = None) -> None:
         has_bar = shows_progress(console)
         if not has_bar and os.environ.get(VARIABLE) == "off":
             return
+        from specbeam.core.compiling.forms import listen
+
         _SHOWN.append(CompilationBar(console) if has_bar else CompilationNote())
         listen(_SHOWN[0].note)
