@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from specbeam.doors.progress import end_compilation
+from specbeam.doors import end_compilation
 
 
 def end_now(code: int) -> None:
