@@ -21,6 +21,7 @@ from specbeam.engines.eligibility import reads_sources
 from specbeam.models.chains.lm import ChainLM
 from specbeam.models.chains.loading import check_served_options, served_models
 from specbeam.models.chains.targets import opened_target
+from specbeam.models.checkpoints.folders import BUNDLED as BUNDLED
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.engines import MAPPING, advice_for_object
 from specbeam.models.huggingface import HuggingFaceLM, vocab_of

@@ -65,7 +65,7 @@ def test_a_training_that_was_killed_goes_on_where_it_was(pair, tmp_path, monkeyp
     assert figures[0] == figures[1]
     assert [point.step for point in whole.curve] == [0, 3, 6, 7]
     assert [json.loads(line)["step"] for line in (tmp_path / "parts/training/curve.jsonl").open()] == [0, 3, 6, 7]
-    with pytest.raises(BadSetting, match=r"schedule.seed 5 \(now 6\)"):
+    with pytest.raises(BadSetting, match=r"work with seed 5 \(now 6\)"):
         trained(pair, tmp_path / "parts", schedule=MemorySchedule(((2, 3), (3, 3)), 1, 4, 1e-3, check_every=3, seed=6))
 
 
