@@ -84,10 +84,10 @@ def test_any_bytes_are_a_body_or_a_refusal(raw):
     ],
 )
 def test_what_is_large_is_refused_in_little_time(raw):
-    began = time.process_time()
+    began = time.thread_time()  # servers of other tests may be at work in other threads
     with pytest.raises(Refusal) as caught:
         parse_body(CompletionBody, raw)
-    assert time.process_time() - began < 1.0
+    assert time.thread_time() - began < 1.0
     assert len(caught.value.message) < 2500
 
 

@@ -281,7 +281,7 @@ def test_a_search_that_has_found_nothing_at_its_time_limit_fails_by_it(pair):
 
 @pytest.mark.parametrize(
     "method",
-    [best_first(None, 1000), sb.dsbd(2, 40, 8, width="fixed"), sb.opt_tree(nodes=200, depth=12)],
+    [best_first(None, 1000), sb.dsbd(2, 40, 8, width="fixed"), sb.opt_tree(nodes=200, depth=12, controller="fixed")],
     ids=lambda method: method.name,
 )
 def test_the_room_of_a_text_covers_the_nodes_that_a_method_holds(pair, method):
