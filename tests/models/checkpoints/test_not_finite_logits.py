@@ -26,7 +26,7 @@ DRAFTING = {
     "speculative_sampling": lambda: sb.speculative_sampling(2),
     "rsd_s": lambda: sb.rsd_s(2, 2),
     "traversal": sb.traversal,
-    "opt_tree": sb.opt_tree,
+    "opt_tree": lambda: sb.opt_tree(controller="fixed"),
 }
 
 
