@@ -23,7 +23,7 @@ METHODS = {
     "deeper than its read-outs": sb.dsbd(2, 3, 5),
     "beams by rejection": sb.dsbd(3, 5, 3, coupling="rejection"),
     "chain": sb.speculative_sampling(3),
-    "tree": sb.specinfer((2, 2)),
+    "tree": sb.specinfer((2, 2), controller="fixed"),
     "search": sb.speculative_beam_search(3, 5, depth=3),
 }
 
@@ -156,7 +156,7 @@ def test_beams_are_those_without_a_draft(draft_vocab, model):
         found = sb.generate(pair, prompts, sb.dsbd(2, 3, 2), batch_size=batch_size, **options)
         assert [one.tokens for one in found] == [one.tokens for one in plain]
     greedy = sb.generate(pair, prompts[:3], sb.greedy(), max_new_tokens=5, eos_token_id=[11])
-    for method in (sb.chimera(8, 3, 3), sb.speculative_sampling(3)):
+    for method in (sb.chimera(8, 3, 3, controller="fixed"), sb.speculative_sampling(3)):
         found = sb.generate(pair, prompts[:3], method, temperature=0.0, batch_size=3, **options)
         assert [one.tokens for one in found] == [one.tokens for one in greedy]
         assert sum(one.report.draft_passes for one in found) > 0
