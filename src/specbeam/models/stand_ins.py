@@ -232,10 +232,11 @@ class StandInTokenizer(StandIn):
 
     def __call__(self, text: Any, **options: Any) -> Any:
         """Return the token ids of a text as "input_ids", with special tokens unless `add_special_tokens` is False."""
-        if not isinstance(text, str) or not options.keys() <= {"add_special_tokens"}:
+        if not isinstance(text, str) or not options.keys() <= {"add_special_tokens", "verbose"}:
             return self.whole()(text, **options)
-        tokens = self.backend_tokenizer.encode(text, **options).ids
-        if len(tokens) > self.model_max_length:
+        adds_special_tokens = options.get("add_special_tokens", True)
+        tokens = self.backend_tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids
+        if len(tokens) > self.model_max_length and options.get("verbose", True):
             return self.whole()(text, **options)  # logs that the text is long
         return {"input_ids": tokens}
 
