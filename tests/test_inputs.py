@@ -586,12 +586,12 @@ def test_a_row_of_a_job_holds_its_prompt_in_any_form(pair, fields):
 
 def test_a_file_of_the_command_line_holds_texts_ids_and_chats(talking, tmp_path):
     from specbeam.doors.cli.common import as_json
-    from specbeam.doors.cli.generate import _prompt_of, gather
+    from specbeam.doors.cli.generate import _prompt_of, placed_prompts
 
     lines = [" ", {"prompt": "ab"}, {"input_ids": [0, 4, 5]}, {"prompt_token_ids": [0, 4, 5]}, {"messages": CHAT}]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found, unreadable = gather([], [file], _prompt_of)
+    found, unreadable, _ = placed_prompts([], [file], _prompt_of)
     assert unreadable == 0
     answers = sb.generate(talking, [one.text for one in found], sb.greedy(), max_new_tokens=1)
     ids = [one.prompt for one in answers]

@@ -316,14 +316,14 @@ def heads_of(model):
     }
 
 
-TREE = {"nodes": 4, "depth": 2, "top": 2}
+TREE = {"nodes": 4, "depth": 2, "top": 2, "controller": "fixed"}
 METHODS = {
-    "specdiff": sb.specdiff(steps=1, depth=2),
-    "dflash": sb.opt_tree(4, 2),
+    "specdiff": sb.specdiff(steps=1, depth=2, controller="fixed"),
+    "dflash": sb.opt_tree(4, 2, controller="fixed"),
     "dspark": sb.speculative_sampling(2, controller="fixed"),
     "eesd": sb.eesd(depth=2, controller="fixed"),
-    "bita": sb.bita(nodes=4, depth=2),
-    "hidden_transfer": sb.hidden_transfer(nodes=4, depth=2),
+    "bita": sb.bita(nodes=4, depth=2, controller="fixed"),
+    "hidden_transfer": sb.hidden_transfer(nodes=4, depth=2, controller="fixed"),
     "swift": sb.swift("a1 m2", depth=2, siblings=False, controller="fixed"),
     "clasp": sb.swift("clasp", ratio=0.5, every=1, depth=2, siblings=False, controller="fixed"),
     "propd": sb.propd(4, 2, early=1, controller="fixed"),

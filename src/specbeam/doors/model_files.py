@@ -97,7 +97,8 @@ def require_text_model(name: str) -> None:
 
 
 def require_tokenizer(name: str) -> None:
-    """Raise `MissingFile` if a model's folder has no file of a tokenizer. What is no folder is left to loading."""
+    """Raise `MissingFile` if the folder of a text model has no file of a tokenizer. What is no folder is left to loading."""
+    require_text_model(name)
     folder = Path(name).expanduser()
     if name == "bundled" or not folder.is_dir() or _needs_no_config(folder):
         return

@@ -147,8 +147,8 @@ def test_the_help_of_a_training_lists_what_the_kind_takes(kind):
         option = "--tap " if name == "taps" else f"--{name.replace('_', '-')} "
         assert (option in text) == (name in known.takes), option
     for name in ("rate", "embedding_rate", "batch_tokens"):
-        (line,) = [one for one in text.splitlines() if f"--{name.replace('_', '-')} " in one]
-        assert f"[default: {known.schedule[name]}]" in line
+        (entry,) = [one for one in text.split("\n  --") if one.startswith(f"{name.replace('_', '-')} ")]
+        assert f"[default: {known.schedule[name]};" in " ".join(entry.split())
 
 
 def test_the_options_of_a_window_reach_its_training(tmp_path, monkeypatch):

@@ -626,8 +626,7 @@ class Asking:
                 if order.echo:
                     prompt = order.prompts[choice.prompt]
                     before = text_offsets(pair, prompt, self._prompt_text(choice.prompt))[-1]
-                scores, tokens = choice.scores, choice.tokens
-                last["logprobs"] = completion_logprobs(pair, order, scores, tokens, choice.text, before)
+                last["logprobs"] = completion_logprobs(pair, order, choice.scores, choice.tokens, choice.text, before)
         last["finish_reason"] = choice.finish_reason
         return last | extras_of(order, choice)
 

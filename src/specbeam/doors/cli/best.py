@@ -8,7 +8,7 @@ from specbeam.doors.cli.arguments import generation
 from specbeam.doors.cli.common import check_options, complain, print_json, quiet_load, say, with_files
 from specbeam.doors.cli.generate import gather
 from specbeam.doors.cli.options import Json, LoadArguments, PromptArguments, checked
-from specbeam.doors.model_files import require_text_model, require_tokenizer
+from specbeam.doors.model_files import require_tokenizer
 from specbeam.errors import BadPrompt, SpecbeamError, one_of
 
 DRAFTERS = ("auto", "model", "prompt_lookup", "none")
@@ -42,7 +42,6 @@ def best(given: BestArguments) -> int:
     too.
     """
     given.check_what_runs()
-    require_text_model(given.model)
     require_tokenizer(given.model)
     sources, unreadable = gather(given.texts, given.file)
     if not sources and not unreadable:
