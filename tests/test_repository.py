@@ -107,7 +107,8 @@ def test_stubs_say_each_name_once_and_lead_to_it():
 
 def test_packages_are_installed_by_a_name_that_pip_knows():
     """specbeam is on no index. Pages name extras of a checkout, and errors those of the installed package."""
-    files = [file for folder in ("src", "docs", "examples") for file in (ROOT / folder).rglob("*") if file.is_file()]
+    found = [file for folder in ("src", "docs", "examples") for file in (ROOT / folder).rglob("*")]
+    files = [file for file in found if file.is_file() and file.suffix != ".pyc"]
     texts = {file: file.read_bytes().decode("utf-8", errors="ignore") for file in (*files, ROOT / "README.md")}
     named = []
     for file, text in texts.items():
