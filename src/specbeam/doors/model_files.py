@@ -104,8 +104,8 @@ def require_tokenizer(name: str) -> None:
         return
     if not any(_OF_TOKENIZER.search(file.name) for file in folder.iterdir()):
         raise MissingFile(
-            f"{name} has no tokenizer files, such as tokenizer.json; copy those of the model into the folder, or give "
-            'prompts of token ids: "prompt_token_ids" in a .jsonl file of specbeam generate'
+            f"{name} has no tokenizer files, such as tokenizer.json; copy the model's into the folder, or give prompts of "
+            'token ids: "prompt_token_ids" in a .jsonl file of specbeam generate'
         )
 
 

@@ -29,7 +29,7 @@ class CompilationBar:
         self.under_way = 0  # number of nested compilations: a step's callees are compiled inside its own
         self._spent_s = 0.0  # of compilations that are over
         self._began = 0.0
-        self._known = _steps()[0]  # those that were there before
+        self._known = _steps()[0]  # steps compiled before this bar
 
     def note(self, begins: bool) -> None:
         """Note that the compilation of a step begins or ends, and show or hide the bar."""

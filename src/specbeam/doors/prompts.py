@@ -50,7 +50,7 @@ def read(source: str, rows: int | None = None, columns: tuple[int, int] = (1, 2)
 
 
 def placed_rows(source: str, columns: tuple[int, int] = (1, 2)) -> list[PromptRow | None]:
-    """Return the prompt of each line of a file, None for a blank line, or those of a data set; see `read`."""
+    """Return the prompts of a data set, or one prompt per line of a file (None for a blank line); see `read`."""
     return list(_rows(source, columns))
 
 

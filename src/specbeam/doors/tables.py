@@ -48,7 +48,7 @@ def _kind(value: Any) -> str:
 
 
 def _rows(each: list[Generation], has_beams: bool) -> Iterator[dict[str, Any]]:
-    """Yield the rows of answers. Answers that share their beams, as those of a beam search, list them once."""
+    """Yield the rows of the table. Answers of one beam search share their beams, which are listed once."""
     prompt = -1
     before: Generation | None = None
     for out in each:

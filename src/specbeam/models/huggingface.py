@@ -196,7 +196,7 @@ class HuggingFaceLM:
 
     @property
     def known(self) -> Any:
-        """The model object, or its stand-in as long as nobody has needed the object: for its settings and weights."""
+        """The model object if it has been loaded, otherwise its stand-in, which has the same settings and weights."""
         return at_hand(self.given_model)
 
     def twin(self, number: int = 0) -> "HuggingFaceLM":

@@ -109,7 +109,7 @@ class Pair:
         return ends_of(self.known("target_model"), self.known("tokenizer"))
 
     def known(self, name: Literal["target_model", "draft_model", "tokenizer"]) -> Any:
-        """Return an object of the pair, or its stand-in as long as nobody has needed the object."""
+        """Return an object of the pair if it has been loaded, otherwise its stand-in."""
         return at_hand(vars(self)[name])
 
     @property
@@ -330,8 +330,9 @@ def load(
     rounded_kv: KVType = kv or "float32"
     is_spread = device_map is not None or tensor_parallel
     others = (quantize, quantize_draft, draft_vocab, kv, compute)
-    is_usual = not is_spread and not compile and engine in ("auto", "compiled") and all(one is None for one in others)
-    is_usual = is_usual and (draft is None or (is_model_folder(draft) and not is_rounding(draft)))
+    takes_defaults = not is_spread and not compile and all(one is None for one in others)
+    has_usual_draft = draft is None or (is_model_folder(draft) and not is_rounding(draft))
+    is_usual = takes_defaults and has_usual_draft and engine in ("auto", "compiled")
     opened = opened_target(target, dtype, tokenizer)
     if opened is not None:
         check_served_options(

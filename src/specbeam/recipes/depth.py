@@ -30,10 +30,8 @@ from specbeam.recipes.tuning.idle_model import IdleLM
 Depth = int | Literal["auto"]
 DrafterOf = Callable[[LM], Drafter]
 UNKNOWN_SHARE = 0.1  # assumed time of a pass of a draft model of unknown size, as a share of the target's
-UNMEASURED_S = {
-    "target": 1.0,
-    "draft": UNKNOWN_SHARE,
-}  # seconds of a pass of any size, for models that are not measured
+# Seconds of a pass of any size, for models that are not measured.
+UNMEASURED_S = {"target": 1.0, "draft": UNKNOWN_SHARE}
 ANY_MODEL = IdleLM(1, 0)  # stands for a model where it does not matter which
 LAYERS_AT_ONCE = 3  # number of layers that share the cheap rows of a pass
 MOST_PER_BEAM = 4  # maximum number of drafts per layer and beam

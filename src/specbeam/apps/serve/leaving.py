@@ -14,9 +14,8 @@ from specbeam.doors import end_compilation
 def end_now(code: int) -> None:
     """Flush the streams, end the processes that compile, and end this one without waiting for its threads."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(
-            OSError, ValueError, RuntimeError
-        ):  # closed, a broken pipe, or a write that the signal interrupted
+        # It may be closed or a broken pipe, or the signal has interrupted a write.
+        with suppress(OSError, ValueError, RuntimeError):
             stream.flush()
     end_compilation()
     os._exit(code)

@@ -30,7 +30,7 @@ def listen(listener: Listener) -> None:
 
 
 def tell(begins: bool) -> None:
-    """Tell all listeners that the compilation of a form begins or ends. One that fails is told no more, with a warning."""
+    """Tell all listeners that the compilation of a form begins or ends. A listener that fails is dropped, with a warning."""
     for listener in [*_LISTENERS]:
         try:
             listener(begins)

@@ -31,7 +31,7 @@ class Place:
 
 
 class RowStore(ABC):
-    """The rows and slots of a store, which grow; the buffers are those of its subclasses.
+    """Rows and slots of a store that grows. Subclasses hold the buffers.
 
     Args:
         layers: number of layers of the model; further layers may be added after these.

@@ -87,7 +87,7 @@ class ExtraLM(HeadLM):
 
     @property
     def bytes_read(self) -> int:
-        """None: its rows are in the target's passes."""
+        """Zero, because its rows are part of the target's passes."""
         return 0
 
     def choosing(self, least: float) -> "ExtraLM":

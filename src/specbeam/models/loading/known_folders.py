@@ -85,7 +85,7 @@ def model_at_hand(
 ) -> "PreTrainedModel | StandInModel":
     """Return the stand-in of a model in a folder that was loaded and checked before; otherwise what `model_of` returns.
 
-    The arguments and errors are those of `model_of`.
+    Takes the arguments and raises the errors of `model_of`.
     """
     folder = _folder_of(source) if _is_usual(dtype, device, may_map) else None
     if folder is None:
@@ -109,14 +109,14 @@ def remember_model(source: Any, lm: Any) -> None:
     is_compiled = type(lm) is HuggingFaceLM and lm.engine == "compiled" and lm.shared is None
     folder = _folder_of(source)
     key = vars(lm.given_model).get(_KEY) if is_compiled else None
-    if folder is not None and key is not None and key == _key("model", folder):  # nobody has changed it meanwhile
+    if folder is not None and key is not None and key == _key("model", folder):  # unchanged since it was read
         _describe(key, partial(_fitting_model, lm.given_model, folder))
 
 
 def tokenizer_at_hand(source: Any) -> Any:
     """Return the stand-in of a tokenizer in a folder that was loaded before; otherwise what `read_tokenizer` returns.
 
-    The arguments and errors are those of `read_tokenizer`.
+    Takes the argument and raises the errors of `read_tokenizer`.
     """
     folder = _folder_of(source)
     if folder is None or not compiling.AVAILABLE:
@@ -342,7 +342,7 @@ def _settings_of(config: Any) -> dict[str, Any]:
 
 
 def _generation_of(model: Any) -> dict[str, Any] | None:
-    """Return the fields of a model's generation config, and those of an empty one."""
+    """Return the fields of a model's generation config, and the fields of a generation config with defaults only."""
     from transformers import GenerationConfig
 
     config = getattr(model, "generation_config", None)
