@@ -224,3 +224,23 @@ def test_what_is_printed_under_a_bar_reaches_a_pipe(progress_is):
     assert done.stdout == b"under two bars\nunder three\n"
     assert (b"prompts" in shown) == (progress_is == "on")
     assert (shown == b"end") == (progress_is == "off")
+
+
+LOADING = """
+import sys
+import specbeam as sb
+from transformers.utils import logging
+
+sb.load(sys.argv[1], tokenizer=False)
+assert logging.is_progress_bar_enabled()  # the user's own calls show theirs
+"""
+
+
+def test_bars_of_transformers_are_not_written_to_files_and_pipes(tmp_path):
+    from tests.support.tiny_models import tiny
+
+    tiny("llama").save_pretrained(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    call = [sys.executable, "-c", LOADING, str(tmp_path)]
+    done = subprocess.run(call, stderr=subprocess.PIPE, text=True, check=True, env=environment)
+    assert "Loading weights" not in done.stderr

@@ -3,6 +3,8 @@
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from threading import RLock
@@ -166,6 +168,22 @@ def shows_progress(console: Any) -> bool:
     if asked not in ("", "off"):
         raise BadSetting(f"{VARIABLE} is {asked!r}; it must be 'off', or unset")
     return asked != "off" and (console.is_terminal or console.is_jupyter)
+
+
+@contextmanager
+def bars_of_transformers() -> Iterator[None]:
+    """Let transformers show its progress bars only where progress is shown, while the block loads a model."""
+    from rich.console import Console
+    from transformers.utils import logging
+
+    if not logging.is_progress_bar_enabled() or shows_progress(Console(stderr=True)):
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def show_compilation(console: Any = None) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from specbeam.core.errors import BadCheckpoint, BadSetting, MissingFile, NotSupported, SpecbeamError
 from specbeam.core.names import hint
+from specbeam.doors.progress import bars_of_transformers
 from specbeam.engines.choices import BY_LIBRARY, Quantize, check_device
 from specbeam.engines.mapped import mapped_files, mark_mapped
 from specbeam.models.adapters import Adapter, adapter_at, merged
@@ -124,7 +125,7 @@ def model_of(
     how, error = _as_loaded(source, by_library, rounding_in(checkpoint.config), device)
     if checkpoint.is_rounded:
         unread += "; or give the original model, with quantize='int8' or 'int4' to make it small"
-    with ONE_AT_A_TIME:
+    with ONE_AT_A_TIME, bars_of_transformers():
         model = pretrained(checkpoint, how, error, unread, dtype=dtype, **options)
     if by_library is not None:
         object.__setattr__(model, "_specbeam_rounding", by_library)
