@@ -185,7 +185,8 @@ def test_first_layers_draft_on_the_targets_cache(family):
                 expected = plain_logits(short.model, node_paths(one.texts, forest))
                 torch.testing.assert_close(found.logits, expected, **CLOSE)
         given = [forest.selected(np.arange(forest.size - 1)) for forest in forests]
-        given = [forest.grown([7], [0]) if forest.find([0], [7])[0] < 0 else forest for forest in given]
+        root, token = np.array([0]), np.array([7])
+        given = [forest.grown([7], [0]) if forest.find(root, token)[0] < 0 else forest for forest in given]
         for one, forest, found in zip(seats, given, lm.extend(seats, given), strict=True):
             expected = plain_logits(twin, node_paths(one.texts, forest))
             torch.testing.assert_close(found.logits, expected, **CLOSE)
