@@ -1,6 +1,7 @@
 """Calls inside specbeam are checked for types and shapes while the tests run, of each function the first ones and then
 some, unless SPECBEAM_TYPES=off: the slow tests draw millions of tokens and are about speed of drawing."""
 
+import logging
 import os
 import tempfile
 from contextlib import suppress
@@ -37,6 +38,20 @@ def forgetful(request):
         for name in ("ALONE_S", "QUICK_S"):  # costs of tiny models are measured in a moment
             patch.setattr(f"specbeam.recipes.tuning.costs.{name}", 0.02)
         yield
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before():
+    """Take back what a test changes in the logs of the server (`set_up_log`), which are those of the process."""
+    logs = [logging.getLogger(name) for name in ("specbeam.serve", "uvicorn.error")]
+    before = [(log.handlers[:], log.level, log.propagate) for log in logs]
+    raises = logging.raiseExceptions
+    yield
+    for log, (handlers, level, propagate) in zip(logs, before, strict=True):
+        log.handlers[:] = handlers
+        log.setLevel(level)
+        log.propagate = propagate
+    logging.raiseExceptions = raises
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-import logging
 import threading
 import time
 from collections import Counter
@@ -12,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 import specbeam as sb
-from specbeam.apps.serve.logs import UVICORN, set_up_log
+from specbeam.apps.serve.logs import set_up_log
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.pair import BUNDLED, Pair
 from tests.apps.serve.conftest import CHUNK
@@ -149,21 +148,11 @@ def test_a_disk_that_is_full_for_the_log_ends_no_request(spoken, expected, monke
             Full.written += 1
             raise OSError(28, "No space left on device")
 
-    logs = [logging.getLogger("specbeam.serve"), UVICORN]
-    before = [(log.handlers[:], log.level, log.propagate) for log in logs]
-    raises = logging.raiseExceptions
     monkeypatch.setattr("sys.stderr", Full())
     set_up_log()
-    try:
-        with started(spoken) as (_, app):
-            found = [asyncio.run(told(app, body_of(prompt))) for prompt in PROMPTS]
-            bad = asyncio.run(told(app, body_of(PROMPTS[0], n=0)))
-    finally:
-        for log, (handlers, level, propagate) in zip(logs, before, strict=True):
-            log.handlers[:] = handlers
-            log.setLevel(level)
-            log.propagate = propagate
-        logging.raiseExceptions = raises
+    with started(spoken) as (_, app):
+        found = [asyncio.run(told(app, body_of(prompt))) for prompt in PROMPTS]
+        bad = asyncio.run(told(app, body_of(PROMPTS[0], n=0)))
     assert [text_of(sent) for sent in found] == [expected[prompt] for prompt in PROMPTS]
     assert bad[0]["status"] == 400
     assert Full.written >= 4

@@ -62,7 +62,6 @@ def test_a_missing_package_of_a_constraint_is_named_by_the_field_of_the_request(
 def test_the_log_says_that_steps_are_compiled_at_once_and_from_time_to_time(monkeypatch, caplog):
     watch = CompilationWatch()
     monkeypatch.setattr(logs, "compilation_watch", lambda: watch)
-    monkeypatch.setattr(logs.LOG, "propagate", True)
     log = logs.CompilationLog(lambda: ["cmpl-1"])
     with caplog.at_level(logging.INFO, "specbeam.serve"):
         log.look(100.0)
