@@ -38,6 +38,7 @@ FLOORS = [
         "core.caches",
         "core.guard",
         "core.lazy",
+        "core.threads",
         "engines.choices",
         "engines.dual_binary",
         "engines.families",
@@ -231,6 +232,7 @@ def public_names(package):
 
 NOT_DECIDING = {
     "core.compiling",
+    "core.threads",
     "core.caches",
     "core.measure",
     "core.runs",

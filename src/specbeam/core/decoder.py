@@ -12,7 +12,6 @@ from types import TracebackType
 
 from specbeam.core.compiling.forms import forms_made
 from specbeam.core.compiling.interrupts import hold_interrupts
-from specbeam.core.compiling.threads import torch_on_one_thread
 from specbeam.core.draft.batch import close_drafters, fill_drafters, models_of
 from specbeam.core.draft.beams import NoDraft
 from specbeam.core.errors import Cancelled, NotSupported, SpecbeamError
@@ -21,6 +20,7 @@ from specbeam.core.lm import LM, check_gives, check_takes, fill_prompts
 from specbeam.core.measure.profiler import span
 from specbeam.core.runs import PausedRun, run_ahead, run_side_by_side, run_together
 from specbeam.core.session import Session, keeps_nodes
+from specbeam.core.threads import torch_on_one_thread
 from specbeam.core.turn import Turns, turns
 
 

@@ -20,7 +20,6 @@ from specbeam.core.beams import (
 )
 from specbeam.core.by_address import ByAddress
 from specbeam.core.compiling.held import Held, addresses_of
-from specbeam.core.compiling.threads import allowed_threads, torch_on_one_thread
 from specbeam.core.control.planning import NEVER, deepest_of
 from specbeam.core.control.stopping import stops_of
 from specbeam.core.control.width import FixedWidths, is_for_steps
@@ -48,6 +47,7 @@ from specbeam.core.rows_in_python import RowsOfSession
 from specbeam.core.run_steps import run_turns
 from specbeam.core.session import Parts, Session, failing_together
 from specbeam.core.steps import Array
+from specbeam.core.threads import allowed_threads, torch_on_one_thread
 from specbeam.core.together_steps import RunInputs, Standing, run_turns_together
 from specbeam.core.turn_steps import (
     DONE,

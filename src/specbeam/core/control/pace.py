@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
-from specbeam.core.compiling.threads import allowed_threads
 from specbeam.core.control.depth import DepthByCost
 from specbeam.core.control.fixed import FixedShape
 from specbeam.core.control.planning import Plan, plan_of_shape
 from specbeam.core.measure.saved_figures import Figures, FlagField, NumberField, RecordFields
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
+from specbeam.core.threads import allowed_threads
 
 LEAST_SESSIONS = 8  # minimum number of sessions of a phase
 SAMPLES = 24  # latest samples kept of each mode

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from specbeam import __version__
 from specbeam.core.caches.files import clean, digest_of, discard, keep, read_own
 from specbeam.core.caches.folders import cache_folder
+from specbeam.core.threads import allowed_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +26,7 @@ MOST_SECONDS = 1e6  # longest plausible measurement
 
 
 def machine() -> list[Any]:
-    """Return the properties that determine the speed of this machine: processor, threads, torch version and GPU."""
+    """Return what determines the speed of this machine: processor, threads of compiled code, torch version and GPU."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     vectors = torch.backends.cpu.get_cpu_capability()
     return [
@@ -33,7 +34,7 @@ def machine() -> list[Any]:
         _processor(),
         vectors,
         os.cpu_count(),
-        torch.get_num_threads(),
+        allowed_threads(),
         torch.__version__,
         gpu,
     ]

@@ -26,8 +26,8 @@ from jaxtyping import Shaped
 from specbeam.core import compiling
 from specbeam.core.compiling.atomics import carray, pointer_to
 from specbeam.core.compiling.compiler import compiled, compiled_only
-from specbeam.core.compiling.threads import allowed_threads
 from specbeam.core.compiling.uncounted import chosen_without_counts, compiled_without_counts
+from specbeam.core.threads import allowed_threads
 from specbeam.engines.arrays import AnyArray, Dense, Panels
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.binary_panels import WORDS_OF_GROUP, transpose_bits, write_binaries

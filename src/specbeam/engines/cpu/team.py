@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from specbeam.core.compiling.compiler import address_of, most_threads
-from specbeam.core.compiling.threads import allowed_threads
+from specbeam.core.threads import allowed_threads
 from specbeam.engines.cpu import shares
 from specbeam.engines.cpu.attention import ATTENTION_FORM_OF, attention_functions
 from specbeam.engines.cpu.panels import FORM_OF, share_functions

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from specbeam.core.beams import Beams, Layers
-from specbeam.core.compiling.threads import allowed_threads
 from specbeam.core.forest import Forest
 from specbeam.core.lm import LM
 from specbeam.core.records import Scored, Shape, Turn, Verdict
+from specbeam.core.threads import allowed_threads
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.made_up import made_up_prompt, made_up_rows
