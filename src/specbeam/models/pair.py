@@ -15,7 +15,7 @@ from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.garbage import rarely_collected
 from specbeam.core.lm import LM
 from specbeam.doors.progress import show_compilation
-from specbeam.engines.choices import Quantize, check_is_model, check_kv, check_what_runs, is_rounding
+from specbeam.engines.choices import Quantize, check_is_model, check_kv, check_what_runs
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.models.chains.lm import ChainLM
@@ -331,7 +331,7 @@ def load(
     is_spread = device_map is not None or tensor_parallel
     others = (quantize, quantize_draft, draft_vocab, kv, compute)
     takes_defaults = not is_spread and not compile and all(one is None for one in others)
-    has_usual_draft = draft is None or (is_model_folder(draft) and not is_rounding(draft))
+    has_usual_draft = draft is None or is_model_folder(draft)
     is_usual = takes_defaults and has_usual_draft and engine in ("auto", "compiled")
     opened = opened_target(target, dtype, tokenizer)
     if opened is not None:

@@ -6,12 +6,17 @@ import time
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from transformers import PreTrainedModel
 
 import specbeam as sb
+from specbeam.core import compiling
 from specbeam.errors import MissingFile
 from specbeam.models.checkpoints import hub
 from specbeam.models.heads.read import is_head
+from specbeam.models.loading import known_folders
+from specbeam.models.stand_ins import StandInModel
 from tests.support import words
+from tests.support.tiny_models import tiny
 
 
 @pytest.fixture
@@ -62,18 +67,44 @@ def test_a_name_that_is_not_found_says_that_the_hub_was_not_asked(unreachable, m
     assert constants.HF_HUB_OFFLINE is True
 
 
+def keep_revision(cache, revision, folder):
+    """Make a folder the present revision of org/kept in a cache of the hub."""
+    kept = cache / "models--org--kept"
+    for part in ("snapshots", "refs"):
+        (kept / part).mkdir(parents=True, exist_ok=True)
+    (kept / "snapshots" / revision).symlink_to(folder)
+    (kept / "refs" / "main").write_text(revision)
+
+
 def test_a_name_in_the_cache_loads_without_a_network(unreachable, tmp_path, monkeypatch):
     saved, _ = words.saved(tmp_path / "saved")
-    snapshot = tmp_path / "cache" / "models--org--kept" / "snapshots" / ("0" * 40)
-    snapshot.parent.mkdir(parents=True)
-    snapshot.symlink_to(saved)
-    refs = tmp_path / "cache" / "models--org--kept" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("0" * 40)
+    keep_revision(tmp_path / "cache", "0" * 40, saved)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     assert not is_head("org/kept")
     found = sb.load("org/kept")
     assert sb.generate(found, "abc", "greedy", max_new_tokens=3)[0].tokens
+
+
+@pytest.mark.skipif(not compiling.AVAILABLE, reason="needs numba")
+def test_a_name_that_was_loaded_before_has_stand_ins_of_its_present_revision(unreachable, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    for seed, revision in ((1, "a" * 40), (2, "b" * 40)):
+        folder = tmp_path / revision
+        tiny("llama", seed=seed).save_pretrained(folder)
+        keep_revision(tmp_path / "cache", revision, folder)
+        monkeypatch.setattr(hub, "_SNAPSHOTS", {})  # as after some time
+        asked = [sb.load(name, "org/kept", tokenizer=False) for name in (folder, "org/kept")]
+        assert isinstance(vars(asked[1])["target_model"], StandInModel)
+        assert vars(asked[1])["target_model"].name_or_path == "org/kept"
+        texts = [sb.generate(pair, [5, 6, 7], seed=3, max_new_tokens=12)[0].tokens for pair in asked]
+        assert texts[0] == texts[1]
+        assert isinstance(asked[1].target_model, PreTrainedModel)
+
+
+def test_the_names_of_ways_to_draft_are_not_looked_up(monkeypatch):
+    monkeypatch.setattr(known_folders, "snapshot_of", lambda name: pytest.fail(f"{name} was looked up"))
+    for name in ("swift", "mtp", "int8", "bitsandbytes-nf4"):
+        assert not known_folders.is_model_folder(name)
 
 
 def test_a_hub_that_answers_is_asked_and_a_proxy_stands_for_it(unreachable, monkeypatch):

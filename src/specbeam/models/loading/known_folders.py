@@ -23,6 +23,7 @@ from specbeam.core import compiling
 from specbeam.core.caches.files import clean, read_sealed, save_sealed
 from specbeam.core.caches.folders import cache_folder
 from specbeam.core.measure.saved_figures import model_key, source_key, weights_key
+from specbeam.engines.choices import is_rounding
 from specbeam.engines.families import (
     FIXED_ROPES,
     Architecture,
@@ -47,9 +48,11 @@ from specbeam.engines.torch.in_float32 import as_loaded
 from specbeam.models.adapters import is_merged
 from specbeam.models.checkpoints.folders import ADAPTER, CONFIG
 from specbeam.models.checkpoints.headers import ONE_FILE, StoredTensor, shards_of, tensors_in
+from specbeam.models.checkpoints.hub import snapshot_of
+from specbeam.models.heads.mtp import is_own_modules
 from specbeam.models.heads.read import is_head
 from specbeam.models.huggingface import HuggingFaceLM, prepare_to_score
-from specbeam.models.loading.models import model_of
+from specbeam.models.loading.models import is_local, model_of, name_or_path
 from specbeam.models.loading.tokenizers import read_tokenizer
 from specbeam.models.stand_ins import MODULES, StandInModel, StandInTokenizer, whole
 
@@ -93,7 +96,8 @@ def model_at_hand(
     key = _key("model", folder)
     found = _described(key)
     if found is not None and "unfit" not in found:
-        return _stand_in(found, folder, partial(_whole_model, source, dtype, device, may_map))
+        load_whole = partial(_whole_model, source, dtype, device, may_map)
+        return _stand_in(found, folder, name_or_path(source), load_whole)
     model = model_of(source, dtype, device, may_map=may_map)
     object.__setattr__(model, _KEY, key)
     return model
@@ -145,16 +149,19 @@ def _is_usual(dtype: "str | torch.dtype", device: torch.device, may_map: bool) -
 
 
 def is_model_folder(source: Any) -> bool:
-    """Return whether a source of `load` is the folder of a model, and not of a draft head."""
-    return _folder_of(source) is not None and not is_head(source)
+    """Return whether a source of `load` is the folder or hub id of a model, and not of a draft head or a way to draft."""
+    is_named = isinstance(source, str) and (source == "swift" or is_rounding(source) or is_own_modules(source))
+    return not is_named and _folder_of(source) is not None and not is_head(source)
 
 
 def _folder_of(source: Any) -> Path | None:
-    """Return the folder of a model in transformers' format; None for anything else."""
+    """Return the folder of a model in transformers' format, for a hub id that of the hub's cache; None for anything else."""
     if not isinstance(source, (str, Path)):
         return None
-    path = Path(source).expanduser()
-    is_whole = (path / CONFIG).is_file() and not (path / ADAPTER).is_file()
+    path: Path | None = Path(source).expanduser()
+    if not is_local(source):
+        path = snapshot_of(source)
+    is_whole = path is not None and (path / CONFIG).is_file() and not (path / ADAPTER).is_file()
     return path if is_whole else None
 
 
@@ -218,15 +225,15 @@ def _fitting_model(model: Any, folder: Path) -> dict[str, Any]:
     Raises an error of any kind otherwise.
     """
     described = describe_model(model, _stored(folder))
-    stand_in = _stand_in(described, folder, partial(whole, model))
+    stand_in = _stand_in(described, folder, str(folder), partial(whole, model))
     if why := difference(stand_in, model):
         raise _Unfit(why)
     return described
 
 
-def _stand_in(described: Mapping[str, Any], folder: Path, load_whole: Callable[[], Any]) -> StandInModel:
-    """Return the stand-in of the model in a folder."""
-    model = StandInModel.of(described, str(folder), _Weights(folder, described["is_mapped"]), load_whole)
+def _stand_in(described: Mapping[str, Any], folder: Path, name: str, load_whole: Callable[[], Any]) -> StandInModel:
+    """Return the stand-in of the model in a folder; see `StandInModel.of`."""
+    model = StandInModel.of(described, name, _Weights(folder, described["is_mapped"]), load_whole)
     if described["is_mapped"]:
         mark_mapped(model)
     return model

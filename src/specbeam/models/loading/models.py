@@ -227,8 +227,13 @@ def name_or_path(source: "str | Path") -> str:
 
     Raises an error that names the content of the path if it is not the folder of a model.
     """
-    path = Path(source).expanduser()
-    looks_local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~"))
     if not str(source).strip():
         raise MissingFile(f"{str(source)!r} names no model; give a folder that save_pretrained wrote, or a hub id")
-    return str(checked_folder(path)) if looks_local or path.exists() else str(source)
+    return str(checked_folder(Path(source).expanduser())) if is_local(source) else str(source)
+
+
+def is_local(source: "str | Path") -> bool:
+    """Return whether a source is the path of a folder or file, and not a hub id."""
+    path = Path(source).expanduser()
+    looks_local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~"))
+    return looks_local or path.exists()
