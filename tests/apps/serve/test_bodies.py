@@ -161,18 +161,22 @@ MALICIOUS = {
 
 
 @pytest.mark.parametrize("name", MALICIOUS)
-def test_what_means_harm_is_refused_within_a_twentieth_of_a_second(kitchen, name):
-    """By the processor time of the thread, the least of five tries: what others do on the machine does not count."""
+def test_what_means_harm_is_refused_at_once(kitchen, name):
+    """Within a twentieth of a second more than the time to read its JSON ten times, by the processor time of the thread,
+    the least of five tries: what others do on the machine hardly counts."""
     raw = json.dumps({"prompt": "Ein Hund"} | MALICIOUS[name]).encode()
-    times = []
+    spare = []
     for _ in range(5):
         began = time.thread_time()
+        for _ in range(10):
+            json.loads(raw)
+        read = time.thread_time()
         found = attempted(raw, CompletionBody, kitchen)
-        times.append(time.thread_time() - began)
+        spare.append((read - began) - (time.thread_time() - read))
         assert isinstance(found, Refusal), found
     assert 400 <= found.status < 500
     assert len(found.message) < 2500
-    assert min(times) < (0.05 if sys.gettrace() is None else 0.5)  # what counts covered lines takes most of the time
+    assert max(spare) > (-0.05 if sys.gettrace() is None else -0.5)  # what counts covered lines takes most of the time
 
 
 @pytest.mark.slow
