@@ -82,7 +82,7 @@ UNCHECKED = {
 
 @pytest.mark.parametrize(
     ("seconds", "beams", "language", "task"),
-    [(8.3, 3, "en", "transcribe"), (7.0, 1, "german", "translate"), (SECONDS, 2, None, "transcribe")],
+    [(8.3, 3, "en", "transcribe"), (7.0, 1, "german", "translate"), (2 * SECONDS, 2, None, "transcribe")],
 )
 def test_tokens_and_times_are_those_of_transformers(ears, seconds, beams, language, task):
     """Of audio of several windows, with beams and without, in a language that is given or detected."""
@@ -102,6 +102,24 @@ def test_tokens_and_times_are_those_of_transformers(ears, seconds, beams, langua
     assert len(ours.segments) > 1
     assert ours.language in ("en", "de")
     assert ours.text == "".join(one.text for one in ours.segments).strip()
+
+
+def test_the_window_whose_language_is_detected_is_encoded_once(ears, monkeypatch):
+    encoder = ears.target.encoder
+    read = encoder.read
+    windows = []
+
+    def counting(sources):
+        windows.extend(sources)
+        return read(sources)
+
+    monkeypatch.setattr(encoder, "read", counting)
+    samples = noise(7, seed=3)
+    (found,) = sb.transcribe(ears, samples, sb.greedy(), max_new_tokens=12, **UNCHECKED)
+    spoken = len(windows)
+    (told,) = sb.transcribe(ears, samples, sb.greedy(), language=found.language, max_new_tokens=12, **UNCHECKED)
+    assert spoken == len(windows) - spoken > 1
+    assert told.segments == found.segments
 
 
 def test_text_without_timestamps_is_that_of_transformers(ears):

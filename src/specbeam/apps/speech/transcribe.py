@@ -115,6 +115,7 @@ class Listening:
         prompt: tokens of the caller's prompt, which counts as previous text.
         said: the prompt and the tokens of previous windows, for conditioning the next one.
         seek: the frame at which the next window begins.
+        known: the source of the first window, if its language was detected: it is encoded already.
     """
 
     features: Features
@@ -123,6 +124,7 @@ class Listening:
     prompt: list[int]
     said: list[int]
     seek: int = 0
+    known: Source | None = None
     segments: list[Segment] = field(default_factory=list)
 
     @property
@@ -423,12 +425,14 @@ class Ears:
         features = features_of(self.lm, extractor, samples)
         silent = is_silent(samples)
         spoken = choice.language
+        known: Source | None = None
         if choice.detects and not silent:
-            spoken = self._detected(features)
+            known = _source_at(features, 0)
+            spoken = self._detected(known)
         start = self.tokens.start(choice, spoken, self.timestamps)
         self._check_room(len(start))
         transcript = Transcript("", code_of(spoken), len(samples) / RATE)
-        return Listening(features, transcript, start, before, before, features.frames if silent else 0)
+        return Listening(features, transcript, start, before, before, features.frames if silent else 0, known)
 
     def _check_room(self, length: int) -> None:
         """Raise `BadSetting` if windows conditioned on earlier ones may have no room for their new tokens.
@@ -453,9 +457,9 @@ class Ears:
         found: torch.Tensor = self.models.call(run)
         return found
 
-    def _detected(self, features: Features) -> str:
-        """Return the likeliest language of the first window."""
-        logits = self._logits(Source.of_features(features.at(0)), [self.tokens.begin])
+    def _detected(self, source: Source) -> str:
+        """Return the likeliest language of a window."""
+        logits = self._logits(source, [self.tokens.begin])
         return max(self.tokens.languages, key=lambda name: float(logits[self.tokens.languages[name]]))
 
     def _prompt_tokens(self, prompt: str) -> list[int]:
@@ -505,8 +509,8 @@ class Ears:
             self._take(window, heard[id(window)])
 
     def _window(self, listening: Listening) -> SpeechWindow:
-        source = Source.of_features(listening.features.at(listening.seek))
-        source.keeps = True  # the window may be decoded at several temperatures
+        source = listening.known or _source_at(listening.features, listening.seek)
+        listening.known = None
         before = listening.said[-self.most_before :] if self.conditions else listening.prompt
         mark = [] if self.tokens.before is None else [self.tokens.before]
         start = [*mark, *before, *listening.start] if before else listening.start
@@ -663,6 +667,13 @@ class Ears:
         """Return the transcript of a finished recording."""
         text = "".join(segment.text for segment in listening.segments).strip()
         return replace(listening.transcript, text=text, segments=listening.segments)
+
+
+def _source_at(features: Features, seek: int) -> Source:
+    """Return the source of the window that begins at a frame."""
+    source = Source.of_features(features.at(seek))
+    source.keeps = True  # the window may be read several times: to detect its language, and at several temperatures
+    return source
 
 
 def compression_ratio(text: str) -> float:
