@@ -121,14 +121,14 @@ def copied_tokens(pair: Pair, source: Source) -> list[int]:
     assert isinstance(target, EncoderDecoderLM)
     if source.inputs is None or source.name != "input_ids":
         return []
-    if not getattr(target.model.config, "share_encoder_decoder_embeddings", True):
+    if not getattr(target.known.config, "share_encoder_decoder_embeddings", True):
         return []
     return [int(token) for token in source.inputs[0].tolist()] if _encoder_vocab(target) == target.vocab else []
 
 
 def _features(lm: EncoderDecoderLM, given: Any, number: int) -> torch.Tensor:
     """Return the features of a window of audio, float[channels, frames]. Raises `BadPrompt` for a wrong shape."""
-    channels = int(lm.model.config.num_mel_bins)
+    channels = int(lm.known.config.num_mel_bins)
     wanted = (
         f"{lm.model_name} reads features, float[{channels}, {lm.most_source}] (specbeam transcribe reads audio files)"
     )
@@ -168,8 +168,8 @@ def check_decoder_prompt(pair: Pair, settings: Settings, count: int) -> None:
         for name in ("decoder_input_ids", "decoder_start_token_id"):
             if getattr(settings, name) is not None:
                 raise NotSupported(
-                    f"{name} is for encoder-decoder models, and {type(pair.target_model).__name__} has no encoder; leave "
-                    "it out"
+                    f"{name} is for encoder-decoder models, and {type(pair.known('target_model')).__name__} has no encoder; "
+                    "leave it out"
                 )
         return
     if given is not None and settings.decoder_start_token_id is not None and not _starts_of_model(pair, settings):
@@ -182,7 +182,7 @@ def check_decoder_prompt(pair: Pair, settings: Settings, count: int) -> None:
 
 def _starts_of_model(pair: Pair, settings: Settings) -> bool:
     """Return whether the start token is the one in the model's own generation config."""
-    config = getattr(pair.target_model, "generation_config", None)
+    config = getattr(pair.known("target_model"), "generation_config", None)
     return bool(settings.decoder_start_token_id == getattr(config, "decoder_start_token_id", None))
 
 
@@ -206,7 +206,7 @@ def decoder_prompt(pair: Pair, settings: Settings, number: int) -> list[int]:
         start = _start_token(pair, settings)
         if start is None:
             raise BadSetting(
-                f"the configs of {type(pair.target_model).__name__} have no decoder_start_token_id; give it"
+                f"the configs of {type(pair.known('target_model')).__name__} have no decoder_start_token_id; give it"
             )
         tokens = [start]
     unknown = [token for token in tokens if not 0 <= token < pair.target.vocab]
@@ -219,10 +219,10 @@ def decoder_prompt(pair: Pair, settings: Settings, number: int) -> list[int]:
 
 def _spoken_prompt(pair: Pair) -> list[int] | None:
     """Return the tokens for language and task in a generation config of speech; None if it sets neither."""
-    config = getattr(pair.target_model, "generation_config", None)
+    config = getattr(pair.known("target_model"), "generation_config", None)
     if getattr(config, "no_timestamps_token_id", None) is None:
         return None
-    of_model = getattr(pair.target_model.config, "forced_decoder_ids", None)
+    of_model = getattr(pair.known("target_model").config, "forced_decoder_ids", None)
     chosen = {name: getattr(config, name, None) for name in ("language", "task", "forced_decoder_ids")}
     chosen["forced_decoder_ids"] = chosen["forced_decoder_ids"] or of_model
     if not any(chosen.values()):
@@ -232,7 +232,7 @@ def _spoken_prompt(pair: Pair) -> list[int] | None:
     if choice.detects:
         named = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value)
         raise NotSupported(
-            f"the generation_config of {type(pair.target_model).__name__} sets {named} without a language; give "
+            f"the generation_config of {type(pair.known('target_model')).__name__} sets {named} without a language; give "
             "decoder_input_ids or the language in the generation_config, or use sb.transcribe, which detects it"
         )
     return tokens.start(choice, choice.language, timestamps=False)
@@ -242,8 +242,8 @@ def _start_token(pair: Pair, settings: Settings) -> int | None:
     """Return the start token of the decoder, or None."""
     if settings.decoder_start_token_id is not None:
         return settings.decoder_start_token_id
-    generation = getattr(pair.target_model, "generation_config", None)
-    for config in (generation, pair.target_model.config):
+    generation = getattr(pair.known("target_model"), "generation_config", None)
+    for config in (generation, pair.known("target_model").config):
         start = getattr(config, "decoder_start_token_id", None)
         if start is not None:
             return int(start)
@@ -255,7 +255,7 @@ def require_prompts(pair: Pair, who: str) -> None:
     """Raise `NotSupported` if the target of a pair is an encoder-decoder model."""
     if isinstance(pair.target, EncoderDecoderLM):
         raise NotSupported(
-            f"{who} continues prompts, and {type(pair.target_model).__name__} is an encoder-decoder model; give a "
+            f"{who} continues prompts, and {type(pair.known('target_model')).__name__} is an encoder-decoder model; give a "
             "decoder-only model"
         )
 

@@ -155,16 +155,16 @@ def code_of(language: str | None) -> str | None:
 
 def speech_tokens_of(pair: Pair) -> SpeechTokens:
     """Return the special tokens of a Whisper model. Raises `NotSupported` if its generation config lacks them."""
-    config: Any = getattr(pair.target_model, "generation_config", None)
+    config: Any = getattr(pair.known("target_model"), "generation_config", None)
     no_timestamps: Any = getattr(config, "no_timestamps_token_id", None)
     begin: Any = getattr(config, "decoder_start_token_id", None)
     if begin is None:
-        begin = pair.target_model.config.decoder_start_token_id
+        begin = pair.known("target_model").config.decoder_start_token_id
     named = {"no_timestamps_token_id": no_timestamps, "decoder_start_token_id": begin, "eos_token_id": pair.eos or None}
     unnamed = [name for name, value in named.items() if value is None]
     if unnamed:
         raise NotSupported(
-            f"the generation_config of {type(pair.target_model).__name__} has no {', '.join(unnamed)}; use the "
+            f"the generation_config of {type(pair.known('target_model')).__name__} has no {', '.join(unnamed)}; use the "
             "generation_config.json of the model's page"
         )
     is_multilingual = bool(getattr(config, "is_multilingual", getattr(config, "lang_to_id", None)))
@@ -185,7 +185,7 @@ def _forced(pair: Pair, config: Any) -> list[tuple[int, int | None]] | None:
     """Return the forced places and tokens of a config after the first token, or None."""
     pairs: Any = getattr(config, "forced_decoder_ids", None)
     if pairs is None:
-        pairs = getattr(pair.target_model.config, "forced_decoder_ids", None)
+        pairs = getattr(pair.known("target_model").config, "forced_decoder_ids", None)
     if not pairs:
         return None
     return [(int(place), None if token is None else int(token)) for place, token in pairs]

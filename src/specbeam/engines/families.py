@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from specbeam.engines.packed import PackedLinear, matrices_of
@@ -707,11 +707,15 @@ def biases_by_distance(table: Any, module: Any) -> Tensor:
         table: the embedding of distance ranges, with one number per head.
         module: the attention module.
     """
-    most = module.relative_attention_max_distance
-    back = torch.arange(0 if module.is_decoder else -most, most + 1)
-    ranges = module._relative_position_bucket(-back, **bucket_settings(module))
+    ranges = module._relative_position_bucket(-distances_read(module), **bucket_settings(module))
     found: Tensor = table.weight.detach()[ranges]
     return found.t()
+
+
+def distances_read(module: Any) -> Int64[Tensor, " distances"]:
+    """Return the distances back that an attention module distinguishes; those of an encoder begin ahead, below 0."""
+    most = module.relative_attention_max_distance
+    return torch.arange(0 if module.is_decoder else -most, most + 1)
 
 
 def bucket_settings(module: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """SCORE: encoder-decoder models of transformers: translation, summarisation, speech recognition."""
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -8,6 +9,7 @@ from torch import nn
 
 from specbeam.core.answers import LOGITS
 from specbeam.core.errors import NotSupported
+from specbeam.core.forest import Forest
 from specbeam.core.records import Needs, Scored
 from specbeam.core.session import CacheOwner
 from specbeam.engines.cpu.cache_words import WORDS, KVType
@@ -78,18 +80,18 @@ class EncoderDecoderLM(HuggingFaceLM):
         self.most_source = _most_source(module)
 
     def _new_twin(self) -> "EncoderDecoderLM":
-        twin = EncoderDecoderLM(self.model, CHUNK, self.encoder, self.engine, self.kv, self.shared)
+        twin = EncoderDecoderLM(self.given_model, CHUNK, self.encoder, self.engine, self.kv, self.shared)
         twin._uses_own_encoder = self._uses_own_encoder
         return twin
 
     @property
     def slot_bytes(self) -> int:
         """The bytes of the self-attention keys and values of one token."""
-        config = self.model.config
+        config = self.known.config
         heads = int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
         size = int(getattr(config, "d_kv", None) or config.d_model // heads)
-        number = np.dtype(WORDS[self.kv]).itemsize if self.engine in COMPILED else int(self.model.dtype.itemsize)
-        return 2 * decoder_layers(self.model) * heads * size * number
+        number = np.dtype(WORDS[self.kv]).itemsize if self.engine in COMPILED else int(self.known.dtype.itemsize)
+        return 2 * decoder_layers(self.known) * heads * size * number
 
     @property
     def supports_runs(self) -> bool:
@@ -115,7 +117,7 @@ class EncoderDecoderLM(HuggingFaceLM):
             return source
         tokens = source.inputs[0].cpu().numpy()
         own = tokens.copy()
-        if getattr(self.model.config, "share_encoder_decoder_embeddings", True):
+        if getattr(self.known.config, "share_encoder_decoder_embeddings", True):
             is_theirs = tokens < shared.vocab
             own[is_theirs] = shared.read_as[tokens[is_theirs]]
         own[own >= int(self.encoder.get_input_embeddings().weight.shape[0])] = shared.stand_in
@@ -138,13 +140,21 @@ class EncoderDecoderLM(HuggingFaceLM):
     def made_up_source(self) -> Source:
         """Return a source of random encoder states, on which passes are checked and timed."""
         generator = torch.Generator().manual_seed(0)
-        return Source.of_states(torch.randn(MADE_UP_FRAMES, self.model.config.d_model, generator=generator))
+        return Source.of_states(torch.randn(MADE_UP_FRAMES, self.known.config.d_model, generator=generator))
 
     def plain_logits(self, source: Source, path: list[int]) -> torch.Tensor:
         """Return the logits after a path by transformers' forward without a tree, float[vocab]."""
         own_path = readable(self.shared, np.array(path)).tolist()
         logits = self.runner.plain_logits(source.states_of(self.encoder), own_path)
         return logits if self.shared is None else self.shared.fitted_logits(logits)
+
+    def logits_after(self, source: Source, path: list[int]) -> torch.Tensor:
+        """Return the logits after a path by this model's engine, float[vocab]."""
+        reader = SimpleNamespace(prompt=path, state={}, context={self: source})
+        try:
+            return self.extend([reader], [Forest.rooted([path[-1]])])[0].logits[0].clone()
+        finally:
+            self.close(reader)
 
     def reads_with(self, other: "EncoderDecoderLM") -> bool:
         """Return whether this model can reuse another model's encoder output."""
@@ -228,7 +238,7 @@ def encoder_for(draft: "PreTrainedModel", target: EncoderDecoderLM) -> nn.Module
     """
     shared: nn.Module = target.encoder
     if has_own_encoder(draft):
-        return shared if have_equal_encoders(draft, target.model) else None
+        return shared if have_equal_encoders(draft, target.known) else None
     size = target.model.config.d_model
     if draft.config.d_model != size:
         raise NotSupported(

@@ -5,6 +5,8 @@ reads its weights and settings from the stand-in of a model; the forward of tran
 model object itself, such as `Pair.target_model`.
 """
 
+import base64
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from threading import RLock
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 _LOCK = RLock()
-MODULES = {one.__name__: one for one in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList)}
+MODULES = {one.__name__: one for one in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.Conv1d)}
 
 
 class StandIn:
@@ -110,6 +112,57 @@ class FixedAngles(nn.Module):
         return both.cos() * self.factor, both.sin() * self.factor
 
 
+class DistanceRanges(nn.Module):
+    """An attention module that counts distances by ranges, like T5's.
+
+    Attributes:
+        ranges: the range of each distance, by distance; see `known_folders`.
+        first: the first of these distances.
+    """
+
+    ranges: Tensor
+    first: int
+
+    def _relative_position_bucket(self, ahead: Tensor) -> Tensor:
+        """Return the range of each distance ahead; under the name that transformers gives this method."""
+        return self.ranges[-ahead - self.first]
+
+
+class Sines(nn.Module):
+    """Embeddings of positions by sines and cosines, as transformers' M2M100 computes them."""
+
+    def get_embedding(self, count: int, width: int, padding: int) -> Tensor:
+        """Return the embeddings of the first positions, float[count, width]; that of the padding position is zero."""
+        half = width // 2
+        step = math.log(10000) / (half - 1)
+        rates = torch.exp(torch.arange(half).float() * -step)
+        angles = torch.arange(count).float()[:, None] * rates
+        found = torch.cat((angles.sin(), angles.cos(), torch.zeros(count, width % 2)), dim=1)
+        found[padding] = 0
+        return found
+
+
+class StandInEncoder(nn.Module):
+    """The encoder of a stand-in. transformers' encoder is loaded when it is called.
+
+    Attributes:
+        main_input_name: "input_ids" or "input_features".
+        config: the configuration of the model.
+    """
+
+    main_input_name: str
+    config: StoredConfig
+    load: Callable[[], Any]
+
+    def get_input_embeddings(self) -> Any:
+        """Return the embeddings of tokens."""
+        return self.embed_tokens
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Return the result of transformers' encoder."""
+        return self.load()(*inputs, **named)
+
+
 class StandInModel(StandIn, nn.Module):
     """The weights of a model in modules without a forward, under the names of transformers, with its configuration."""
 
@@ -145,10 +198,16 @@ class StandInModel(StandIn, nn.Module):
             model.generation_config = StoredGenerationConfig(generation["settings"], generation["empty"])
         model.name_or_path = name
         model._paths = described["paths"]
-        made: dict[str, nn.Parameter] = {}
+        made = {stored: nn.Parameter(tensor_in(one), requires_grad=False) for stored, one in described["made"].items()}
         for part in described["modules"]:
             _place(model, part, made, weights)
+        for buffer, one in described["buffers"].items():
+            model.register_buffer(buffer, tensor_in(one))
         model.dtype = next(model.parameters()).dtype
+        if "encoder" in described["paths"]:
+            encoder = model.get_encoder()
+            encoder.config = model.config
+            encoder.load = lambda: model.whole().get_encoder()
         return model.eval()
 
     @property
@@ -169,6 +228,14 @@ class StandInModel(StandIn, nn.Module):
         """Return the head."""
         return self.get_submodule(self._paths["output"])
 
+    def get_encoder(self) -> Any:
+        """Return the encoder of a model that has one."""
+        return self.get_submodule(self._paths["encoder"])
+
+    def get_decoder(self) -> Any:
+        """Return the decoder of a model that has an encoder."""
+        return self.get_submodule(self._paths["decoder"])
+
     def num_parameters(self) -> int:
         """Return the number of weights; tied ones count once."""
         return sum(weight.numel() for weight in self.parameters())
@@ -181,18 +248,21 @@ def _place(
 
     Args:
         part: its description.
-        made: the weights so far, by their names in the files; tied weights are one.
+        made: the weights so far, by their names in the files or in the description; tied weights are one.
         weights: see `StandInModel.of`.
     """
     if "frequencies" in part:
         module: nn.Module = FixedAngles(part["frequencies"], part["factor"])
     else:
-        kind = MODULES.get(part["kind"], nn.Module)
+        kind = _KINDS.get(part["kind"], nn.Module)
         module = kind.__new__(kind)  # without weights of its own
         nn.Module.__init__(module)
         vars(module).update(part["settings"])
+        vars(module).update({name: tuple(value) for name, value in part["tuples"].items()})
+        if "ranges" in part:
+            vars(module).update(ranges=torch.tensor(part["ranges"]), first=part["first"])
         for name, number in part["numbers"].items():
-            module.register_buffer(name, torch.tensor(number))
+            module.register_buffer(name, torch.tensor(number), persistent=False)
     for name, stored in part["weights"].items():
         if stored is not None and stored not in made:
             made[stored] = nn.Parameter(weights(stored), requires_grad=False)
@@ -200,6 +270,22 @@ def _place(
     parent, _, own = part["path"].rpartition(".")
     if own:
         model.get_submodule(parent).add_module(own, module)
+
+
+_KINDS: dict[str, Any] = {**MODULES, "DistanceRanges": DistanceRanges, "Sines": Sines, "StandInEncoder": StandInEncoder}
+
+
+def written(tensor: Tensor) -> dict[str, Any]:
+    """Return a tensor in a form that JSON can hold."""
+    floats = tensor.detach().float().contiguous()
+    numbers = base64.b64encode(floats.numpy().tobytes()).decode()
+    return {"shape": list(tensor.shape), "float32": numbers}
+
+
+def tensor_in(found: Mapping[str, Any]) -> Tensor:
+    """Return a tensor from the form in which `written` gave it."""
+    numbers = bytearray(base64.b64decode(found["float32"]))
+    return torch.frombuffer(numbers, dtype=torch.float32).reshape(found["shape"])
 
 
 class StandInTokenizer(StandIn):

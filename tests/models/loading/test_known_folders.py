@@ -17,10 +17,12 @@ if not compiling.AVAILABLE:
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from specbeam.errors import BadCheckpoint
+from specbeam.core.measure.saved_figures import weights_key
+from specbeam.errors import BadCheckpoint, BadPrompt
 from specbeam.models.loading import known_folders
 from specbeam.models.pair import BUNDLED
 from specbeam.models.stand_ins import StandInModel, StandInTokenizer
+from tests.support import tiny_sources
 from tests.support.tiny_models import FAMILIES, tiny
 from tests.support.tokenizer_kinds import KINDS, tokenizer_of
 
@@ -100,8 +102,51 @@ def test_texts_of_a_second_load_are_those_of_the_first(family, tmp_path):
     first, second = loaded_twice(tmp_path)
     assert isinstance(held_by(first), PreTrainedModel)
     assert isinstance(held_by(second), StandInModel) == (family not in OTHERS)
+    assert weights_key(held_by(second)) == weights_key(held_by(first))
     assert text_of(second) == text_of(first)
     assert repr(second) == repr(first)
+
+
+def texts_of_sources(pair, family):
+    options = {"seed": 3, "max_new_tokens": 10}
+    found = sb.generate(pair, tiny_sources.sources(family), sb.speculative_beam_search(3, depth=2), **options)
+    return [one.tokens for one in found]
+
+
+@pytest.mark.parametrize("family", sorted(tiny_sources.FAMILIES.keys() - {"blenderbot"}))
+def test_texts_of_sources_after_a_second_load_are_those_of_the_first(family, tmp_path):
+    """Of a target and its draft, which both read the source."""
+    for name, seed in (("target", 0), ("draft", 1)):
+        tiny_sources.tiny_reader(family, seed=seed, layers=2 - seed).save_pretrained(tmp_path / name)
+    first, second = loaded_twice(tmp_path / "target", draft=tmp_path / "draft")
+    assert isinstance(held_by(first), PreTrainedModel)
+    assert isinstance(held_by(second), StandInModel)
+    assert isinstance(held_by(second, "draft_model"), StandInModel)
+    assert weights_key(held_by(second)) == weights_key(held_by(first))
+    assert texts_of_sources(second, family) == texts_of_sources(first, family)
+    assert repr(second) == repr(first)
+    assert not held_by(second).is_replaced
+    assert isinstance(second.target_model, PreTrainedModel)
+    assert texts_of_sources(second, family) == texts_of_sources(first, family)
+
+
+def test_a_source_beyond_the_table_of_positions_is_refused_as_before(tmp_path):
+    tiny_sources.tiny_reader("marian", max_position_embeddings=12).save_pretrained(tmp_path)
+    refusals = []
+    for pair in loaded_twice(tmp_path):
+        with pytest.raises(BadPrompt, match="12") as refused:
+            sb.generate(pair, [[*range(3, 17)]], sb.beam_search(2), max_new_tokens=4)
+        refusals.append(str(refused.value))
+    assert refusals[0] == refusals[1]
+
+
+def test_the_encoder_of_a_stand_in_is_that_of_transformers_when_it_is_called(tmp_path):
+    tiny_sources.tiny_reader("t5").save_pretrained(tmp_path)
+    first, second = loaded_twice(tmp_path)
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    expected = first.target.encoder.module(input_ids=tokens)[0]
+    torch.testing.assert_close(second.target.encoder.module(input_ids=tokens)[0], expected)
+    assert held_by(second).is_replaced
 
 
 def test_weights_in_mapped_files_have_a_stand_in(tmp_path, monkeypatch):
@@ -116,6 +161,7 @@ def test_a_draft_has_a_stand_in(folder, tmp_path):
     tiny("llama", seed=1).save_pretrained(tmp_path / "draft")
     first, second = loaded_twice(folder, draft=tmp_path / "draft")
     assert isinstance(held_by(second, "draft_model"), StandInModel)
+    assert weights_key(held_by(second)) == weights_key(held_by(first))
     assert text_of(second, method="dsbd") == text_of(first, method="dsbd")
 
 

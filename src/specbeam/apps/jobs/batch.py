@@ -134,7 +134,8 @@ def _decode(
     progress: Progress,
     on_progress: Callable[[Progress], None],
 ) -> None:
-    models = {"target weights": work.pair.target_model, "draft weights": work.pair.draft_model}
+    pair = work.pair
+    models = {"target weights": pair.known("target_model"), "draft weights": pair.known("draft_model")}
     journal.agree({name: weights_key(model) for name, model in models.items()})
     committed = time.monotonic()
 

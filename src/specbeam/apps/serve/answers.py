@@ -334,7 +334,7 @@ def text_offsets(pair: Pair, tokens: Sequence[int], text: str) -> list[int]:
 
 def fingerprint(pair: Pair, chunk: int) -> str:
     """Return a hash of everything other than the request that a text depends on."""
-    model = pair.target_model
+    model = pair.known("target_model")
     parts = [__version__, pair.target.engine, str(getattr(model, "dtype", "")), weights_key(model), chunk]
     return "sb-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]
 

@@ -66,7 +66,7 @@ class SpeechDesk:
         """
         check_readable()
         check_subtitles()
-        thresholds_of(pair.target_model.generation_config)
+        thresholds_of(pair.known("target_model").generation_config)
         self.extractor = extractor_of(pair)
         self.knows_languages = bool(speech_tokens_of(pair).languages)
 

@@ -254,7 +254,7 @@ def transcribe(
         without=_OWN,
     )
     thresholds = thresholds_of(
-        models.target_model.generation_config,
+        models.generation_config,
         compression_ratio_threshold,
         named["log_prob_threshold"],
         no_speech_threshold,
@@ -449,12 +449,7 @@ class Ears:
 
     def _logits(self, source: Source, path: list[int]) -> torch.Tensor:
         """Return the logits after a path, float[vocab]."""
-
-        @torch.inference_mode()
-        def run() -> torch.Tensor:
-            return self.lm.plain_logits(source, path)
-
-        found: torch.Tensor = self.models.call(run)
+        found: torch.Tensor = self.models.call(lambda: self.lm.logits_after(source, path))
         return found
 
     def _detected(self, source: Source) -> str:
@@ -685,9 +680,9 @@ def compression_ratio(text: str) -> float:
 def listener_of(pair: Pair) -> EncoderDecoderLM:
     """Return the target of a pair. Raises `NotSupported` if it is not a Whisper model."""
     target = pair.target
-    if not isinstance(target, EncoderDecoderLM) or target.model.config.model_type != "whisper":
+    if not isinstance(target, EncoderDecoderLM) or target.known.config.model_type != "whisper":
         raise NotSupported(
-            f"{type(pair.target_model).__name__} does not transcribe speech; transcribe needs Whisper models "
+            f"{type(pair.known('target_model')).__name__} does not transcribe speech; transcribe needs Whisper models "
             "(openai/whisper-*, distil-whisper/*)"
         )
     return target
@@ -708,7 +703,7 @@ def methods_of(pair: Pair, method: Method | str | None) -> tuple[Method, Method]
     """Return the methods at temperature 0 and above; by default beam search, with the model's beams, and sampling."""
     drafts = pair.draft is not None
     if method is None:
-        beams = int(getattr(pair.target_model.generation_config, "num_beams", None) or BEAMS)
+        beams = int(getattr(pair.known("target_model").generation_config, "num_beams", None) or BEAMS)
         first = speculative_beam_search(beams) if drafts else beam_search(beams)
     else:
         first = resolve(method)
@@ -720,10 +715,11 @@ def extractor_of(pair: Pair) -> Any:
     from transformers import WhisperFeatureExtractor
 
     lm = listener_of(pair)
-    folder = Path(pair.target_model.name_or_path or "")
-    if pair.target_model.name_or_path and (not folder.exists() or (folder / "preprocessor_config.json").is_file()):
+    name = pair.known("target_model").name_or_path
+    folder = Path(name or "")
+    if name and (not folder.exists() or (folder / "preprocessor_config.json").is_file()):
         with reading(f"the preprocessor_config.json of {folder} cannot be read"), hub_lookups(folder):
-            return WhisperFeatureExtractor.from_pretrained(pair.target_model.name_or_path)
+            return WhisperFeatureExtractor.from_pretrained(name)
     assert lm.most_source is not None
-    channels = int(lm.model.config.num_mel_bins)
+    channels = int(lm.known.config.num_mel_bins)
     return WhisperFeatureExtractor(feature_size=channels, chunk_length=lm.most_source // 100)

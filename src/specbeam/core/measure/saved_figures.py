@@ -85,7 +85,7 @@ def weights_key(model: Any) -> str | None:
         return str(model.name_or_path)
     samples = []
     module: torch.nn.Module = model
-    for weight in module.parameters():
+    for _, weight in sorted(module.named_parameters()):
         stride = max(weight.numel() // 16, 1)
         # Quantised tensors of other libraries consist of several plain ones and cannot be flattened.
         if hasattr(weight, "to_local"):  # sharded over several processes

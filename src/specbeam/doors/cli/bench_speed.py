@@ -147,8 +147,8 @@ def _pair(given: SpeedArguments) -> "Pair":
     pair = grown_pair(given.model, given.draft, given.make(GrownSizes), sources=True, **options)
     if hears(pair):
         raise NotSupported(
-            f"bench speed is for models of text, and {type(pair.target_model).__name__} reads audio; give another model "
-            "(specbeam transcribe runs this one)"
+            f"bench speed is for models of text, and {type(pair.known('target_model')).__name__} reads audio; give another "
+            "model (specbeam transcribe runs this one)"
         )
     return pair
 
@@ -163,9 +163,10 @@ def _check_sources(pair: "Pair", found: list[PromptRow]) -> None:
     """Raise `BadSetting` if there is no prompt and the demo's sentences do not suit this pair."""
     from specbeam.engines.eligibility import reads_sources
 
-    if not found and reads_sources(pair.target_model):
+    if not found and reads_sources(pair.known("target_model")):
         raise BadSetting(
-            f"{type(pair.target_model).__name__} is an encoder-decoder model; give sources for it by --prompt or --file"
+            f"{type(pair.known('target_model')).__name__} is an encoder-decoder model; give sources for it by "
+            "--prompt or --file"
         )
 
 

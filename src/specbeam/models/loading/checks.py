@@ -184,7 +184,8 @@ def _checked_inputs(lm: EncoderDecoderLM, encoder: CompiledEncoder) -> np.ndarra
     """Return the test input of a compiled encoder: tokens, or features of a short window of audio."""
     rng = np.random.default_rng(0)
     if isinstance(encoder, TextEncoder):
-        tokens = rng.integers(0, min(lm.vocab, len(encoder.embedding)), CHECKED_SOURCE).tolist()
+        length = CHECKED_SOURCE if lm.most_source is None else min(CHECKED_SOURCE, lm.most_source)
+        tokens = rng.integers(0, min(lm.vocab, len(encoder.embedding)), length).tolist()
         return np.array(_without_padding(tokens, lm))
     assert isinstance(encoder, AudioEncoder)
     channels, frames = encoder.shape

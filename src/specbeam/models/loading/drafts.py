@@ -24,6 +24,7 @@ from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import ShareFrom, by_engine, language_model
 from specbeam.models.loading.tokenizers import text_starts
 from specbeam.models.skipping import Skipping, skipping_model
+from specbeam.models.stand_ins import StandInModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -180,7 +181,8 @@ def _reading_draft(
             "two models of the same kind"
         )
     encoder = encoder_for(model, target)
-    if encoder is None and model is not target.model:
+    is_target = model is target.given_model
+    if encoder is None and not is_target:
         rounding: Any = engine if engine in OWN_ROUNDINGS else None
         own = language_model(model, check, rounding, shared=shared, role=_ROLE, engine=engine)
         assert isinstance(own, EncoderDecoderLM)
@@ -190,7 +192,7 @@ def _reading_draft(
     prepare_to_score(model)
     # Each target needs its own draft cache.
     lm = EncoderDecoderLM(model, encoder=target.encoder, engine=engine, kv=kv, shared=shared)
-    if check and model is not target.model:
+    if check and not is_target and not isinstance(model, StandInModel):  # its folder was checked before
         check_scores_forests(lm, _ROLE)
     return lm
 

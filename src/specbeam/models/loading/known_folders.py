@@ -24,14 +24,19 @@ from specbeam.core.caches.files import clean, read_sealed, save_sealed
 from specbeam.core.caches.folders import cache_folder
 from specbeam.core.measure.saved_figures import model_key, source_key, weights_key
 from specbeam.engines.choices import is_rounding
+from specbeam.engines.eligibility import has_own_encoder
 from specbeam.engines.families import (
     FIXED_ROPES,
     Architecture,
+    ModelFamily,
     angle_tables,
     architecture_of,
     bias_of_tokens,
     body_of,
+    bucket_settings,
+    distances_read,
     embedding_of,
+    encoder_family,
     family_of,
     head_of,
     layers_in,
@@ -40,6 +45,7 @@ from specbeam.engines.families import (
     own_scale,
     parts_of,
     places_of,
+    source_parts,
     unplaced_in,
 )
 from specbeam.engines.mapped import is_mapped, mapped_files, mark_mapped
@@ -49,12 +55,22 @@ from specbeam.models.adapters import is_merged
 from specbeam.models.checkpoints.folders import ADAPTER, CONFIG
 from specbeam.models.checkpoints.headers import ONE_FILE, StoredTensor, shards_of, tensors_in
 from specbeam.models.checkpoints.hub import snapshot_of
+from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.heads.mtp import is_own_modules
 from specbeam.models.heads.read import is_head
 from specbeam.models.huggingface import HuggingFaceLM, prepare_to_score
 from specbeam.models.loading.models import is_local, model_of, name_or_path
 from specbeam.models.loading.tokenizers import read_tokenizer
-from specbeam.models.stand_ins import MODULES, StandInModel, StandInTokenizer, whole
+from specbeam.models.stand_ins import (
+    MODULES,
+    DistanceRanges,
+    Sines,
+    StandInEncoder,
+    StandInModel,
+    StandInTokenizer,
+    whole,
+    written,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,6 +82,7 @@ _TOKENIZER = "tokenizer.json"
 _DEPRECATED = ("torch_dtype", "use_return_dict")  # settings that transformers warns of when they are read
 _OLD_NAMES = {"lm_head.weight": "embed_out.weight"}  # of GPT-NeoX
 _TOGETHER = 1 << 22  # number of weights that are compared at a time, so that few pages of mapped files are in memory
+_MOST_WRITTEN = 1 << 20  # number of weights
 _KEY = "_specbeam_folder"  # attribute of a model object: the key of its folder before it was read
 _PLAIN = (bool, int, float, str, type(None))
 # Texts on which the tokenizer of a folder is compared with transformers' before it has a stand-in.
@@ -110,7 +127,8 @@ def remember_model(source: Any, lm: Any) -> None:
         source: as given to `model_at_hand`.
         lm: the checked language model.
     """
-    is_compiled = type(lm) is HuggingFaceLM and lm.engine == "compiled" and lm.shared is None
+    is_usual = type(lm) in (HuggingFaceLM, EncoderDecoderLM) and lm.engine == "compiled" and lm.shared is None
+    is_compiled = is_usual and not (type(lm) is EncoderDecoderLM and lm.engine_note)  # the encoder, too
     folder = _folder_of(source)
     key = vars(lm.given_model).get(_KEY) if is_compiled else None
     if folder is not None and key is not None and key == _key("model", folder):  # unchanged since it was read
@@ -285,7 +303,16 @@ def describe_model(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, 
     if rope.get("rope_type", "default") not in FIXED_ROPES:
         raise _Unfit(f"its rope_type is {rope.get('rope_type')!r}")
     names = _names_in_files(model, stored)
+    made = {
+        path: one
+        for path, one in model.named_parameters()
+        if id(one) not in names and path.endswith("embed_positions.weight") and _is_small(one)
+    }
+    names |= {id(one): path for path, one in made.items()}
     paths = {id(module): path for path, module in model.named_modules()}
+    halves = {}
+    if has_own_encoder(model):
+        halves = {"encoder": paths[id(model.get_encoder())], "decoder": paths[id(model.get_decoder())]}
     return {
         "class": type(model).__name__,
         "config": {"settings": _settings_of(config), "stated": json.loads(json.dumps(config.to_dict()))},
@@ -294,10 +321,18 @@ def describe_model(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, 
             "base": paths[id(model.base_model)],
             "input": paths[id(model.get_input_embeddings())],
             "output": paths[id(model.get_output_embeddings())],
+            **halves,
         },
         "modules": list(_parts_of(model, names)),
+        "made": {path: written(one) for path, one in made.items()},
+        "buffers": {name: written(one) for name, one in model._buffers.items() if one is not None and _is_small(one)},
         "is_mapped": is_mapped(model),
     }
+
+
+def _is_small(one: Tensor) -> bool:
+    """Return whether a tensor may be in a description, such as Marian's computed positions and its biases of tokens."""
+    return one.dtype == torch.float32 and one.numel() <= _MOST_WRITTEN
 
 
 def _names_in_files(model: Any, stored: Mapping[str, StoredTensor]) -> dict[int, str]:
@@ -327,13 +362,32 @@ def _parts_of(model: Any, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
         else:
             kind = next((name for name, one in MODULES.items() if isinstance(module, one)), "")
             numbers = {name: one.item() for name, one in module._buffers.items() if one is not None and one.dim() == 0}
-            part |= {"kind": kind, "settings": _plain_in(vars(module)), "numbers": numbers}
+            part |= {"kind": kind, "numbers": numbers, **_settings_in(vars(module))}
+            if hasattr(module, "get_embedding"):
+                part["kind"] = Sines.__name__
+            if hasattr(module, "_relative_position_bucket"):
+                part |= {"kind": DistanceRanges.__name__, **_ranges_of(module)}
+            if has_own_encoder(model) and module is model.get_encoder():
+                part["kind"] = StandInEncoder.__name__
+                part["settings"]["main_input_name"] = module.main_input_name
         yield part
 
 
-def _plain_in(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are numbers, texts or flags, without private ones."""
-    return {name: value for name, value in values.items() if not name.startswith("_") and isinstance(value, _PLAIN)}
+def _settings_in(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the values that are numbers, texts, flags, or tuples of these, without private ones."""
+    public = {name: value for name, value in values.items() if not name.startswith("_")}
+    tuples = {name: value for name, value in public.items() if type(value) is tuple}
+    return {
+        "settings": {name: value for name, value in public.items() if isinstance(value, _PLAIN)},
+        "tuples": {name: value for name, value in tuples.items() if all(isinstance(one, _PLAIN) for one in value)},
+    }
+
+
+def _ranges_of(attention: Any) -> dict[str, Any]:
+    """Return the ranges of the distances that an attention module reads (`DistanceRanges`)."""
+    back = distances_read(attention)
+    ranges = attention._relative_position_bucket(-back, **bucket_settings(attention))
+    return {"ranges": ranges.tolist(), "first": int(back[0])}
 
 
 def _settings_of(config: Any) -> dict[str, Any]:
@@ -386,9 +440,12 @@ def difference(stand_in: Any, model: Any) -> str:
         of = architecture_of(model)
     with as_loaded(stand_in):
         ours = architecture_of(stand_in)
-    for name, value in vars(of).items():
-        if name != "biases" and vars(ours)[name] != value:
-            return f"{name} is {vars(ours)[name]}, and must be {value}"
+    if why := _difference_of_settings(ours, of):
+        return why
+    if has_own_encoder(model):
+        family = encoder_family(of.family)
+        if why := _difference_of_settings(architecture_of(stand_in, family), architecture_of(model, family)):
+            return f"of the encoder, {why}"
     files = mapped_files(stand_in), mapped_files(model)
     for found, wanted in zip(_numbers_of(stand_in, ours), _numbers_of(model, of), strict=True):
         if found.dtype != wanted.dtype or found.shape != wanted.shape:
@@ -399,6 +456,14 @@ def difference(stand_in: Any, model: Any) -> str:
                 return "a weight differs"
             files[0].release([part])
             files[1].release([other])
+    return ""
+
+
+def _difference_of_settings(ours: Architecture, theirs: Architecture) -> str:
+    """Return the first difference between two architectures, their biases aside; "" for none."""
+    for name, value in vars(theirs).items():
+        if name != "biases" and vars(ours)[name] != value:
+            return f"{name} is {vars(ours)[name]}, and must be {value}"
     return ""
 
 
@@ -413,6 +478,31 @@ def _numbers_of(model: Any, of: Architecture) -> Iterator[Tensor]:
     yield from (norm_at(body, path, family) for path in (family.first_norm, family.final_norm))
     yield from (one for name in (family.enter, family.leave) if (one := matrix_at(model, name, family)) is not None)
     yield from angle_tables(model, of, 0)
+    for layer in layers_in(model, family):
+        yield from _tensors_in(parts_of(layer, of))
+        if family.cross:
+            yield from _tensors_in(source_parts(layer, of))
+    if has_own_encoder(model):
+        yield from _numbers_of_encoder(model, encoder_family(family))
+
+
+def _numbers_of_encoder(model: Any, family: ModelFamily) -> Iterator[Tensor]:
+    """Yield all numbers of an encoder that the compiled encoder reads.
+
+    Args:
+        family: that of the encoder.
+    """
+    body = body_of(model, family)
+    of = architecture_of(model, family)
+    yield from of.biases
+    yield places_of(body, of)
+    yield from (norm_at(body, path, family) for path in (family.first_norm, family.final_norm))
+    yield from angle_tables(model, of, 0)
+    if body.main_input_name == "input_ids":
+        yield torch.tensor([own_scale(body.embed_tokens), unplaced_in(body, family)], dtype=torch.float64)
+        yield body.embed_tokens.weight
+    else:
+        yield from (one for part in (body.conv1, body.conv2) for one in (part.weight, part.bias))
     for layer in layers_in(model, family):
         yield from _tensors_in(parts_of(layer, of))
 

@@ -11,6 +11,7 @@ from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.mapped import mapped_files
 from specbeam.engines.shared_tokens import SharedTokens
+from specbeam.engines.torch.source_passes import make_causal
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.huggingface import HuggingFaceLM, prepare_to_score
 from specbeam.models.loading.checks import check_scores_forests
@@ -91,12 +92,18 @@ def _language_model_of(stand_in: StandInModel, options: tuple[Any, ...], shared:
     """
     prepare_to_score(stand_in)
     engine, _, share_from, kv, _ = options
-    lm = HuggingFaceLM(stand_in, engine=engine, share_from=share_from, kv=kv, shared=shared)
+    lm: HuggingFaceLM
+    if reads_sources(stand_in):
+        lm = EncoderDecoderLM(stand_in, engine=engine, kv=kv, shared=shared)
+    else:
+        lm = HuggingFaceLM(stand_in, engine=engine, share_from=share_from, kv=kv, shared=shared)
     mapped_files(stand_in).release(stand_in.parameters())
     load_model = stand_in.load_whole
 
     def load_whole() -> Any:
         model = load_model()
+        if reads_sources(model):
+            make_causal(model)
         object.__setattr__(model, "_specbeam", OnModel((fingerprint(model), options), lm))
         return model
 
