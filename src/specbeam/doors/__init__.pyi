@@ -48,6 +48,7 @@ from specbeam.doors.plain import as_json as as_json
 from specbeam.doors.plan import CallPlan as CallPlan
 from specbeam.doors.progress import compilation_watch as compilation_watch
 from specbeam.doors.progress import end_compilation as end_compilation
+from specbeam.doors.progress import silence_transformers as silence_transformers
 from specbeam.doors.prompts import PromptRow as PromptRow
 from specbeam.doors.prompts import of_record as of_record
 from specbeam.doors.prompts import spread as spread

@@ -170,6 +170,18 @@ def shows_progress(console: Any) -> bool:
     return asked != "off" and (console.is_terminal or console.is_jupyter)
 
 
+def silence_transformers() -> None:
+    """Turn off transformers' progress bars and messages."""
+    if "transformers" not in sys.modules:  # it may not be needed; it reads these when it is imported
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        return
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 @contextmanager
 def bars_of_transformers() -> Iterator[None]:
     """Let transformers show its progress bars only where progress is shown, while the block loads a model."""

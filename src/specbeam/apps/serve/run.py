@@ -20,7 +20,7 @@ from specbeam.apps.serve.config import ServerConfig
 from specbeam.apps.serve.connections import Connections, GuardedConnection, most_connections
 from specbeam.apps.serve.leaving import end_now
 from specbeam.apps.serve.logs import CompilationLog, set_up_log
-from specbeam.doors import load_by_name
+from specbeam.doors import load_by_name, silence_transformers
 from specbeam.errors import BadSetting, SpecbeamError
 
 LOG = logging.getLogger("specbeam.serve")
@@ -136,10 +136,7 @@ def load_pair(config: ServerConfig) -> Pair:
 
     With `tensor_parallel`, all ranks but the first follow rank 0, and end with `SystemExit` when it ends.
     """
-    from transformers.utils import logging as model_logging
-
-    model_logging.set_verbosity_error()
-    model_logging.disable_progress_bar()
+    silence_transformers()
     quantize: Any = config.quantize
     kv: Any = config.kv
     compute: Any = config.compute

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specbeam.doors.cli.arguments import Record
-from specbeam.doors.cli.common import complain, in_one_line, print_records, silence_transformers
+from specbeam.doors.cli.common import complain, in_one_line, print_records
 from specbeam.doors.cli.options import Json, NewTokens, Rounds, checked, files_to_read
 from specbeam.doors.cli.reports import print_report
+from specbeam.doors.progress import silence_transformers
 from specbeam.errors import one_of
 from specbeam.lab.words import ANCHOR_BITS, ANCHOR_MODELS, ANCHOR_MODES, ANCHOR_RIVALS, of_rounds
 

@@ -14,6 +14,7 @@ from specbeam.doors.method_names import settings_in
 from specbeam.doors.model_files import require_text_model
 from specbeam.doors.options.table import checked_values
 from specbeam.doors.places import require_file
+from specbeam.doors.progress import silence_transformers
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, NotSupported
 
 if TYPE_CHECKING:
@@ -45,18 +46,6 @@ def quiet_load(model: str, draft: str | None, *, sources: bool = False, hears: b
     if not sources:
         require_prompts(pair, "this command")
     return pair
-
-
-def silence_transformers() -> None:
-    """Turn off transformers' progress bars and messages."""
-    if "transformers" not in sys.modules:  # it may not be needed; it reads these when it is imported
-        os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-        return
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 def method_from(name: str, settings: Sequence[str]) -> "Method":
