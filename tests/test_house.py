@@ -179,7 +179,7 @@ def figures():
         ("entries at the top", 12),
         ("closure of decode.py, lines", 13_700),  # what the loop needs; at most 18,000
         ("lines", 104_500),
-        ("syntax nodes", 734_000),
+        ("syntax nodes", 735_000),
         ("syntax nodes per line of code", 10.5),
         ("functions with more than 8 parameters", 30),
         ("conditions inside conditions", 0),

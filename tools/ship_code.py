@@ -50,7 +50,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--only", help="compile for this class, for which numba is set up")
     only = arguments.parse_args().only
-    classes = {one.name: one for one in CLASSES}
+    classes = {one.label: one for one in CLASSES}
     if only is not None:
         compile_for(classes[only])
         return 0
@@ -58,11 +58,13 @@ def main() -> int:
         if one.needs <= features() and one.machines[0] == os.uname().machine:
             with tempfile.TemporaryDirectory(prefix="specbeam-code-") as caches:
                 began = time.perf_counter()
-                subprocess.run([sys.executable, __file__, "--only", one.name], check=True, env=environment(one, caches))
+                subprocess.run(
+                    [sys.executable, __file__, "--only", one.label], check=True, env=environment(one, caches)
+                )
                 size = one.archive.stat().st_size / 1e6
                 print(f"{one.archive}: {size:.1f} MB, {time.perf_counter() - began:.0f} s", flush=True)
         else:
-            print(f"{one.name}: this processor does not run its code, which is left out", flush=True)
+            print(f"{one.label}: this processor does not run its code, which is left out", flush=True)
     return 0
 
 

@@ -172,7 +172,7 @@ def test_common_bits_are_counted_alike_on_machines_without_products_of_bytes(row
     x = rng.standard_normal((rows, 2 * BINARY_GROUP)).astype(np.float32)
     matrix = some_binaries(70, 2 * BINARY_GROUP, rng)
     panels = panels_of_binaries(matrix)
-    monkeypatch.setattr(sums, "DOTS_BYTES", False)
+    monkeypatch.setattr(sums, "DOT_OF_BYTES", "")
     split = np.empty(rows * (x.shape[1] // 4 + 1), dtype=np.uint32)
     transpose_bits(x, 0, rows, split, np.empty(x.shape[1], dtype=np.uint8))
     written = []
@@ -195,15 +195,39 @@ def test_bytes_are_summed_alike_on_machines_that_have_no_instruction_for_it(kind
     x = rng.standard_normal((rows, 256)).astype(np.float32)
     panels = in_panels(rng.standard_normal((96, 256)).astype(np.float32), kind)
     expected, written = product(x, panels), []
-    monkeypatch.setattr(sums, "DOTS_BYTES", False)
-    product_of = sums._LoopOfBytes._product
-    monkeypatch.setattr(sums._LoopOfBytes, "_product", lambda *given: written.append(1) or product_of(*given))
+    monkeypatch.setattr(sums, "DOT_OF_BYTES", "")
+    product_of = sums._LoopOfBytes._with_products
+    monkeypatch.setattr(sums._LoopOfBytes, "_with_products", lambda *given: written.append(1) or product_of(*given))
     standing = numba.njit(inspect.unwrap(panels_module._transposed_parts.py_func))
     times = numba.njit(error_model="numpy")(inspect.unwrap(panels_module._multiply_panel_in_parts.py_func))
     out = np.full((rows, len(panels) * WIDTH), np.nan, dtype=np.float32)
     for panel in range(len(panels)):
         times(panels, panel, standing(x, panels), *x.shape, out, 0)
     assert written
+    assert (out == expected).all()
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("int8", 5), ("int8", 12), ("int4", 5)])
+def test_bytes_are_summed_alike_by_products_of_signed_bytes(kind, rows, monkeypatch):
+    """As by ARM's instruction "sdot", whose place other code takes here."""
+
+    def signed_products(loop, total, first, second):
+        for place in range(4):
+            low, high = ((one << 24 - 8 * place).shifted_with_sign(24) for one in (first, second))
+            total = total + low * high
+        return total
+
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, 256)).astype(np.float32)
+    panels = in_panels(rng.standard_normal((96, 256)).astype(np.float32), kind)
+    expected = product(x, panels)
+    monkeypatch.setattr(sums, "DOT_OF_BYTES", "sdot")
+    monkeypatch.setattr(sums._LoopOfBytes, "_with_products", signed_products)
+    standing = numba.njit(inspect.unwrap(panels_module._transposed_parts.py_func))
+    times = numba.njit(error_model="numpy")(inspect.unwrap(panels_module._multiply_panel_in_parts.py_func))
+    out = np.full((rows, len(panels) * WIDTH), np.nan, dtype=np.float32)
+    for panel in range(len(panels)):
+        times(panels, panel, standing(x, panels), *x.shape, out, 0)
     assert (out == expected).all()
 
 
@@ -214,7 +238,7 @@ def test_pairs_are_summed_alike_on_machines_that_have_no_instruction_for_it(rows
     x = rng.standard_normal((rows, 256)).astype(np.float32)
     panels = in_panels(in_bfloat16(rng.standard_normal((96, 256))), "bfloat16 pairs")
     expected, written = product(x, panels), []
-    monkeypatch.setattr(sums, "DOTS_BFLOAT16", False)
+    monkeypatch.setattr(sums, "DOT_OF_BFLOAT16", "")
     product_of = sums._LoopOfPairs._product
     monkeypatch.setattr(sums._LoopOfPairs, "_product", lambda *given: written.append(1) or product_of(*given))
     transposed = numba.njit(inspect.unwrap(panels_module._transposed_parts.py_func))

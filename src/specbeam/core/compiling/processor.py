@@ -10,13 +10,33 @@ from llvmlite import binding
 from numba import config
 from numba.core.codegen import get_host_cpu_features
 
-# Names of the widest registers in assembly, and the features that provide them.
-_REGISTERS = {"zmm": "avx512f", "ymm": "avx2"}
+# What assembly has the name of on processors with a feature: their widest registers, or an instruction of ARM's.
+_SIGNS = {"zmm": "avx512f", "ymm": "avx2", "\tsdot\t": "dotprod", "\tusdot\t": "i8mm", "\tbfcvtn\t": "bf16"}
 
-_SUM_OF_INTEGERS = """
+# A sum of integers, products of signed bytes with signed and unsigned ones, and rounding to bfloat16.
+_SAMPLES = """
+declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 define <16 x i32> @sum(<16 x i32> %a, <16 x i32> %b) {
   %c = add <16 x i32> %a, %b
   ret <16 x i32> %c
+}
+define i32 @signed(<16 x i8> %a, <16 x i8> %b) {
+  %c = sext <16 x i8> %a to <16 x i32>
+  %d = sext <16 x i8> %b to <16 x i32>
+  %e = mul <16 x i32> %c, %d
+  %f = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %e)
+  ret i32 %f
+}
+define i32 @mixed(<16 x i8> %a, <16 x i8> %b) {
+  %c = zext <16 x i8> %a to <16 x i32>
+  %d = sext <16 x i8> %b to <16 x i32>
+  %e = mul <16 x i32> %c, %d
+  %f = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %e)
+  ret i32 %f
+}
+define <4 x bfloat> @rounded(<4 x float> %a) {
+  %b = fptrunc <4 x float> %a to <4 x bfloat>
+  ret <4 x bfloat> %b
 }
 """
 
@@ -25,13 +45,13 @@ define <16 x i32> @sum(<16 x i32> %a, <16 x i32> %b) {
 def features() -> frozenset[str]:
     """Return the features of the processor, by their LLVM names.
 
-    If the user names a processor without listing its features, only the width of its registers is known.
+    If the user names a processor without listing its features, those are known that LLVM uses by itself (`_SIGNS`).
     """
     stated = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
     switches = [switch.strip() for switch in stated.split(",")]
     names = {switch[1:] for switch in switches if switch.startswith("+")}
     assembly = _assembly(config.CPU_NAME or binding.get_host_cpu_name(), stated)
-    names |= {feature for register, feature in _REGISTERS.items() if register in assembly}
+    names |= {feature for sign, feature in _SIGNS.items() if sign in assembly}
     if "avx512f" in names:
         names.add("avx2")
     return frozenset(names)
@@ -44,21 +64,33 @@ def lanes(names: Collection[str]) -> int:
     return 8 if "avx2" in names else 4
 
 
-def dots_bytes(names: Collection[str]) -> bool:
-    """Return whether one instruction multiplies four pairs of bytes in each lane and adds the products."""
-    return {16: "avx512vnni", 8: "avxvnni"}.get(lanes(names)) in names
+def dot_of_bytes(names: Collection[str]) -> str:
+    """Return the instruction that multiplies four pairs of bytes in each lane and adds the products; "" for none.
+
+    "vpdpbusd" and "usdot" multiply unsigned bytes by signed ones, "sdot" signed ones.
+    """
+    if {16: "avx512vnni", 8: "avxvnni"}.get(lanes(names)) in names:
+        return "vpdpbusd"
+    if lanes(names) == 4 and "dotprod" in names:
+        return "usdot" if "i8mm" in names else "sdot"
+    return ""
 
 
-def dots_bfloat16(names: Collection[str]) -> bool:
-    """Return whether one instruction multiplies two pairs of bfloat16 numbers in each lane and adds the products."""
-    return lanes(names) == 16 and "avx512bf16" in names
+def dot_of_bfloat16(names: Collection[str]) -> str:
+    """Return the instruction that multiplies pairs of bfloat16 numbers in each lane and adds them; "" for none.
+
+    "dpbf16ps" adds the products of a pair, and two instructions "bfmlal" one of them each.
+    """
+    if lanes(names) == 16 and "avx512bf16" in names:
+        return "dpbf16ps"
+    return "bfmlal" if lanes(names) == 4 and "bf16" in names else ""
 
 
 def _assembly(name: str, stated: str) -> str:
-    """Return the assembly of a sum of sixteen integers, compiled for a processor."""
+    """Return the assembly of `_SAMPLES`, compiled for a processor."""
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(cpu=name, features=stated)
-    module = binding.parse_assembly(_SUM_OF_INTEGERS)
+    module = binding.parse_assembly(_SAMPLES)
     return str(machine.emit_assembly(module))

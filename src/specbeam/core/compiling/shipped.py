@@ -17,7 +17,7 @@ from numba.np.numpy_support import numpy_version
 
 from specbeam.core.caches.files import digest_of
 from specbeam.core.caches.folders import warn_once
-from specbeam.core.compiling.processor import dots_bytes, features, lanes
+from specbeam.core.compiling.processor import dot_of_bytes, features, lanes
 
 FOLDER = Path(__file__).with_name("shipped_code")  # in wheels only; no folder may have the name of a module
 
@@ -31,24 +31,32 @@ class Processors(NamedTuple):
     needs: frozenset[str]  # all features that steps may use
 
     @property
+    def label(self) -> str:
+        """The name of the class, such as "x86-64-v4+avx512vnni"."""
+        return self.name + self.more.replace(",", "")
+
+    @property
     def archive(self) -> Path:
         """The file with the code for these processors."""
-        return FOLDER / f"{self.name}.zip"
+        return FOLDER / f"{self.label}.zip"
 
     def contains_this_one(self) -> bool:
         """Return whether this processor runs the code, and would be given the same steps."""
         here = features()
-        is_equal = (lanes(here), dots_bytes(here)) == (lanes(self.needs), dots_bytes(self.needs))
+        is_equal = (lanes(here), dot_of_bytes(here)) == (lanes(self.needs), dot_of_bytes(self.needs))
         return platform.machine() in self.machines and self.needs <= here and is_equal
 
 
 _X86 = ("x86_64", "AMD64")
+_ARM = ("aarch64", "arm64")
 _V3 = frozenset({"avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 CLASSES = (
     Processors("x86-64-v4", _X86, "+avx512vnni", _V4 | {"avx512vnni"}),
     Processors("x86-64-v3", _X86, "", _V3),
-    Processors("generic", ("aarch64", "arm64"), "", frozenset()),
+    Processors("generic", _ARM, "+dotprod,+i8mm", frozenset({"dotprod", "i8mm"})),
+    Processors("generic", _ARM, "+dotprod", frozenset({"dotprod"})),
+    Processors("generic", _ARM, "", frozenset()),
 )
 
 

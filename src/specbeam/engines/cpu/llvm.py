@@ -62,6 +62,9 @@ class Value:
     def __or__(self, other: "Value | int") -> "Value":
         return self._with("or_", other)
 
+    def __xor__(self, other: "Value | int") -> "Value":
+        return self._with("xor", other)
+
     def __lshift__(self, other: "Value | int") -> "Value":
         return self._with("shl", other)
 

@@ -54,7 +54,7 @@ from specbeam.engines.cpu.shares import (
     share_out,
     shares_of,
 )
-from specbeam.engines.cpu.sums import DOTS_BYTES, MOST, STEP, WIDTH, PanelPlaces, write_sums
+from specbeam.engines.cpu.sums import DOT_OF_BYTES, MOST, STEP, WIDTH, PanelPlaces, write_sums
 from specbeam.engines.dual_binary import BINARY_GROUP, rounded_binaries
 
 if compiling.AVAILABLE:
@@ -231,7 +231,7 @@ if compiling.AVAILABLE:
 
     @chosen_for(scratch_for)
     def _compiled_scratch_for(panels: Any, rows: Any, depth: Any) -> Any:
-        of_bits = _scratch_for_signed if DOTS_BYTES else _scratch_for_bits
+        of_bits = _scratch_for_signed if DOT_OF_BYTES else _scratch_for_bits
         by_kind = {
             types.int32: _scratch_for_bytes,
             types.int16: _scratch_for_signed,
@@ -543,7 +543,7 @@ _ROWS_FOR = {
     np.int16: np.uint32,
     np.uint16: np.uint32,
     np.int8: np.uint32,
-    np.complex128: np.uint32 if DOTS_BYTES else np.int16,
+    np.complex128: np.uint32 if DOT_OF_BYTES else np.int16,
 }
 FORM_OF = {np.dtype(kind).name: number for number, kind in enumerate(_ROWS_FOR)}
 share_functions = {np.dtype(kind).name: _share_function(kind, rows) for kind, rows in _ROWS_FOR.items()}

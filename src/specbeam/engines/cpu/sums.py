@@ -28,7 +28,7 @@ if compiling.AVAILABLE:
     from numba import types
     from numba.extending import intrinsic
 
-    from specbeam.core.compiling.processor import dots_bfloat16, dots_bytes, features, lanes
+    from specbeam.core.compiling.processor import dot_of_bfloat16, dot_of_bytes, features, lanes
     from specbeam.engines.cpu.llvm import BFLOAT16, FLOAT, INDEX, WORD
 
     HALF_WORD = ir.IntType(16)
@@ -37,13 +37,13 @@ if compiling.AVAILABLE:
     _WORDS_OF = {types.uint64: 2, types.int64: 2, types.float64: 2, types.complex64: 2, types.complex128: 4}
     LANES = lanes(features())  # 4-byte numbers in a register
     MOST = 6 if LANES == 8 else 12  # maximum number of rows at a time, whose sums fit in the registers
-    DOTS_BYTES = dots_bytes(features())
-    DOTS_BFLOAT16 = dots_bfloat16(features())
+    DOT_OF_BYTES = dot_of_bytes(features())
+    DOT_OF_BFLOAT16 = dot_of_bfloat16(features())
 else:
     LANES = 16
     MOST = 12
-    DOTS_BYTES = False
-    DOTS_BFLOAT16 = False
+    DOT_OF_BYTES = ""
+    DOT_OF_BFLOAT16 = ""
     write_sums: Any = None  # never called without numba
     write_row_sums: Any = None
 
@@ -311,10 +311,16 @@ class _LoopOfPairs(_Loop):
 
     def _product(self, total: Value, spread: Value, column: Value) -> Value:
         """Return `total` plus the products of two pairs of bfloat16 numbers in each lane."""
-        if DOTS_BFLOAT16:
-            pairs = ir.VectorType(BFLOAT16, 2 * LANES)
-            given = [total.register, spread.seen_as(pairs).register, column.seen_as(pairs).register]
-            return Value(self.builder, self.call(f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}", self.vector, *given))
+        pairs = ir.VectorType(BFLOAT16, 2 * LANES)
+        factors = [spread.seen_as(pairs).register, column.seen_as(pairs).register]
+        if DOT_OF_BFLOAT16 == "dpbf16ps":
+            name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}"
+            return Value(self.builder, self.call(name, self.vector, total.register, *factors))
+        if DOT_OF_BFLOAT16 == "bfmlal":
+            for half in ("t", "b"):  # the odd numbers of the registers, then the even ones
+                name = f"llvm.aarch64.neon.bfmlal{half}"
+                total = Value(self.builder, self.call(name, self.vector, total.register, *factors))
+            return total
         later = [(words & 0xFFFF0000).seen_as(self.vector) for words in (spread, column)]
         early = [(words << 16).seen_as(self.vector) for words in (spread, column)]
         total = self.fused(later[0], later[1], total)
@@ -335,15 +341,31 @@ class _LoopOfBytes(_Loop):
         return super()._added(sums, columns, step // self.steps_per_word)
 
     def _product(self, total: Value, spread: Value, column: Value) -> Value:
-        """Return `total` plus the products of four unsigned bytes with four signed ones in each lane."""
-        if DOTS_BYTES:
+        """Return `total` plus the products of four unsigned bytes with four signed ones in each lane.
+
+        "sdot" gets the bytes without their offset, whose contribution is then not subtracted.
+        """
+        return self._with_products(total, spread ^ 0x80808080 if DOT_OF_BYTES == "sdot" else spread, column)
+
+    def _with_products(self, total: Value, unsigned: Value, signed: Value) -> Value:
+        """Return `total` plus the products of four bytes with four bytes in each lane.
+
+        Args:
+            unsigned: for "sdot" it must be in the range of signed bytes.
+        """
+        if DOT_OF_BYTES == "vpdpbusd":
             name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
-            given = [one.register for one in (total, spread, column)]
+            given = [one.register for one in (total, unsigned, signed)]
             return Value(self.builder, self.call(name, self.words, *given))
+        if DOT_OF_BYTES:
+            quarters = ir.VectorType(ir.IntType(8), 4 * LANES)
+            name = f"llvm.aarch64.neon.{DOT_OF_BYTES}.v{LANES}i32.v{4 * LANES}i8"
+            factors = [one.seen_as(quarters).register for one in (unsigned, signed)]
+            return Value(self.builder, self.call(name, self.words, total.register, *factors))
         for place in range(4):
-            unsigned = spread >> 8 * place & 255
-            signed = (column << 24 - 8 * place).shifted_with_sign(24)
-            total = total + unsigned * signed
+            low = unsigned >> 8 * place & 255
+            high = (signed << 24 - 8 * place).shifted_with_sign(24)
+            total = total + low * high
         return total
 
     def _finished(self, sums: list[Value]) -> list[Value]:
@@ -355,7 +377,8 @@ class _LoopOfBytes(_Loop):
         for place, total in enumerate(sums):
             row, across = divmod(place, ACROSS)
             scale = self._spread(words * self.rows + row, FLOAT)
-            whole = (total - offsets[across]).in_floats(self.vector)
+            own = total if DOT_OF_BYTES == "sdot" else total - offsets[across]
+            whole = own.in_floats(self.vector)
             finished.append(whole * scales[across] * scale)
         return finished
 
@@ -402,7 +425,7 @@ class _LoopOfNibbles(_LoopOfBytes):
 
     def _product(self, total: Value, spread: Value, column: Value) -> Value:
         """Return `total` plus the products of four signed bytes with four unsigned ones in each lane."""
-        return super()._product(total, column, spread)
+        return self._with_products(total, column, spread)
 
     def _scales(self, index: Value) -> list[Value]:
         both = self.loaded(self.weights, index, self.words)
@@ -491,7 +514,7 @@ if compiling.AVAILABLE:
         float16; uint64 with sixteen 4-bit numbers each, see engines/cpu/nibbles.py; int64 or float64, with numbers of 4 or
         8 bits in blocks, see engines/cpu/block_panels.py; int32 with four int8 each, and x int32; int16 with four 4-bit
         numbers each, and x uint32; or complex128, with bits, see engines/cpu/binary_panels.py, and x uint32, or int16 on
-        processors without `DOTS_BYTES`; the last three as `panels.write_transposed` makes them.
+        processors without `DOT_OF_BYTES`; the last three as `panels.write_transposed` makes them.
 
         With more than half of `MOST` rows, the line of weights[later + word * later_stride] is prefetched for each word of
         a column, so that the next panel is already in the cache.
@@ -572,6 +595,6 @@ def _loop(builder: Any, rows: int, kind: Any) -> _Loop:
         types.float64: (_LoopOfBlocks, _STEPS_PER_BYTES),
         types.int32: (_LoopOfBytes, 4),
         types.int16: (_LoopOfNibbles, 4),
-        types.complex128: (_LoopOfBinaries if DOTS_BYTES else _LoopOfPlanes, 4),
+        types.complex128: (_LoopOfBinaries if DOT_OF_BYTES else _LoopOfPlanes, 4),
     }[kind]
     return loop(builder, rows, steps_per_word)
