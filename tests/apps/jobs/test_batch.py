@@ -201,6 +201,20 @@ def test_rows_of_a_broken_csv_are_named(tmp_path):
         read_table(tmp_path / "none.csv")
 
 
+def test_each_line_of_a_text_is_a_prompt(make_work, tmp_path):
+    """Blank lines keep their place, with an error; texts are read only."""
+    source = tmp_path / "in.txt"
+    source.write_bytes(b"\xef\xbb\xbfa b\r\n\n b \nc\xff\n")
+    assert [one.fields and one.fields["prompt"] for one in read_table(source)] == ["a b", "", " b ", None]
+    source.write_text("a b\n\nb\n")
+    progress = batch(make_work, source, tmp_path / "out.jsonl")
+    rows = read_jsonl(tmp_path / "out.jsonl")
+    assert (progress.done, progress.failed) == (3, 1)
+    assert [bool(row["error"]) for row in rows] == [False, True, False]
+    with pytest.raises(BadSetting, match=r"must end in \.jsonl, \.csv, \.parquet"):
+        batch(make_work, source, tmp_path / "out.txt")
+
+
 def test_what_would_spoil_a_job_is_refused_before_anything_is_decoded(pair, make_work, tmp_path):
     def no_work():
         raise AssertionError("models were loaded")

@@ -39,7 +39,8 @@ def batch(
 
     Args:
         make_work: loads the models; called after the rows were read once, if there are rows to decode.
-        source, out: files whose names end in .jsonl, .csv (both optionally followed by .gz or .xz) or .parquet.
+        source, out: files whose names end in .jsonl, .csv (both optionally followed by .gz or .xz) or .parquet. A source may
+            also be a .txt, with a prompt in each line.
         described: settings that the answers depend on, by name; a job is resumed only with the same settings.
         columns: the names of the columns that are read.
         resume: whether to continue a job. A finished job without failed rows is left as it is.

@@ -1,4 +1,4 @@
-"""Tables in files, read and written row by row: JSON lines, CSV and Parquet."""
+"""Tables in files, read and written row by row: JSON lines, CSV and Parquet; texts with a prompt per line are read alone."""
 
 import csv
 import json
@@ -12,6 +12,7 @@ from specbeam.doors import DAMAGE, OPENERS, as_json, require_file, require_place
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
 
 KINDS = (".jsonl", ".csv", ".parquet")
+READ_KINDS = (*KINDS, ".txt")
 ROWS_AT_ONCE = 256  # rows of Parquet in memory
 
 
@@ -22,11 +23,11 @@ class TableRow(NamedTuple):
     error: str = ""
 
 
-def kind_of(path: Path) -> str:
-    """Return the type of table in a file, by its suffix. Raises `BadSetting` for an unknown suffix."""
+def kind_of(path: Path, kinds: tuple[str, ...] = KINDS) -> str:
+    """Return the type of table in a file, one of `kinds`, by its suffix. Raises `BadSetting` for another suffix."""
     kind = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
-    if kind not in KINDS or (kind == ".parquet" and path.suffix in OPENERS):
-        raise BadSetting(f"{path} is not a known type of table; its name must end in {', '.join(KINDS)}, or .jsonl.gz")
+    if kind not in kinds or (kind == ".parquet" and path.suffix in OPENERS):
+        raise BadSetting(f"{path} is not a known type of table; its name must end in {', '.join(kinds)}, or .jsonl.gz")
     if kind == ".parquet":
         _pyarrow()
     return kind
@@ -34,11 +35,11 @@ def kind_of(path: Path) -> str:
 
 def require_table(path: Path) -> str:
     """Return the type of table in a file. Raises the errors of `read_table` that need no reading."""
-    wanted = f"give a table of prompts: {', '.join(KINDS)}"
+    wanted = f"give a table of prompts: {', '.join(READ_KINDS)}"
     require_file(path, wanted)
     if not path.is_file():
         raise MissingFile(f"{path} is a pipe or a device, but a table is read twice; {wanted}")
-    return kind_of(path)
+    return kind_of(path, READ_KINDS)
 
 
 def require_place_of_table(path: Path) -> None:
@@ -48,7 +49,7 @@ def require_place_of_table(path: Path) -> None:
 
 
 def read_table(path: Path) -> Iterator[TableRow]:
-    """Yield the rows of a table one at a time; empty lines are skipped.
+    """Yield the rows of a table one at a time. Empty lines are skipped, but not those of a text: each line is a prompt.
 
     Raises:
         BadSetting: the suffix of the file is unknown.
@@ -61,6 +62,7 @@ def read_table(path: Path) -> Iterator[TableRow]:
         ".jsonl": _read_jsonl,
         ".csv": _read_csv,
         ".parquet": _read_parquet,
+        ".txt": _read_text,
     }
     return _undamaged(path, readers[kind](path))
 
@@ -95,6 +97,15 @@ def _read_jsonl(path: Path) -> Iterator[TableRow]:
                 yield TableRow(found)
             else:
                 yield TableRow(None, f"the line is {str(found)[:60]!r}; it must be an object")
+
+
+def _read_text(path: Path) -> Iterator[TableRow]:
+    with OPENERS.get(path.suffix, open)(path, "rb") as file:
+        for line in file:
+            try:
+                yield TableRow({"prompt": line.decode("utf-8-sig").rstrip("\r\n")})
+            except UnicodeDecodeError:
+                yield TableRow(None, "the line is not UTF-8; save the file as UTF-8")
 
 
 def _read_csv(path: Path) -> Iterator[TableRow]:

@@ -23,7 +23,9 @@ class BatchArguments(DecodingArguments):
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="IN", help="Table of prompts: .jsonl, .csv or .parquet.", callback=checked(require_table)
+            metavar="IN",
+            help="Table of prompts: .jsonl, .csv or .parquet; or .txt, a prompt per line.",
+            callback=checked(require_table),
         ),
     ]
     out: Annotated[
