@@ -26,6 +26,7 @@ from tests.support import words
 from tests.support.checking import refused
 from tests.support.exact import distance, exact_law, hf_beam_sampling_law
 from tests.support.programs import random_table, run, session_of
+from tests.support.steps import needs_numba
 from tests.support.tiny_models import tiny
 
 PROMPTS = ["abc", "Hello there", "a", "no, no"]
@@ -215,7 +216,14 @@ def test_drafts_save_passes(pair):
     assert fast.report.target_passes == -(-plain.report.target_passes // 4)
 
 
-@pytest.mark.parametrize("make", [make for make in RECIPES if make.__name__ not in ("auto", "mtjd")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, marks=needs_numba) if make is sb.swift else make
+        for make in RECIPES
+        if make.__name__ not in ("auto", "mtjd")
+    ],
+)
 def test_the_drafter_of_any_recipe_will_do(make):
     """A search needs nodes alone, whatever grew them under its beams: here a target that drafts for itself."""
     model = tiny("llama", num_hidden_layers=4 if make is sb.swift else 2)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 import specbeam as sb
 from specbeam import errors
+from specbeam.core import compiling
 from specbeam.core.beams import Beams
 from specbeam.core.control.confidence import SureDraft
 from specbeam.core.control.fixed import FixedShape
@@ -39,6 +40,7 @@ from specbeam.models.skipping import Skipping, SkippingLM
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.heads import VOCAB, trunk_of
+from tests.support.steps import needs_numba
 from tests.support.tiny_models import tiny
 
 PROMPTS = ["abc", "Hello world", "x", "The end.", "no yes no yes"]
@@ -543,7 +545,7 @@ def test_a_processor_that_breaks_on_a_path_that_was_only_drafted_breaks_nothing(
 
     kept = sb.generate(pair, "abcab", plain, logits_processor=[notes], **options)[0]
     again = sb.generate(pair, "abcab", method, logits_processor=[breaks], **options)[0]
-    assert met
+    assert met or not compiling.AVAILABLE  # in Python, a walk reads the rows of its path alone
     assert again.tokens == kept.tokens
 
 
@@ -831,6 +833,7 @@ def test_auto_tells_heads_of_one_target_apart():
     assert len(set(keys)) == 4
 
 
+@needs_numba
 def test_auto_tells_drafts_engines_roundings_and_memories_of_one_target_apart():
     model = tiny("llama", vocab_size=VOCAB)
     target, small = (HuggingFaceLM(model, engine=engine) for engine in ("plain", "compiled"))

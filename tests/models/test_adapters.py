@@ -8,6 +8,7 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 import specbeam as sb
+from specbeam.core import compiling
 from specbeam.core.errors import BadSetting, NotSupported
 from tests.support import words
 from tests.support.gguf_files import write_gguf
@@ -45,7 +46,7 @@ def test_a_merged_adapter_writes_the_texts_of_peft(kind, tmp_path):
         expected = joined.generate(input_ids=torch.tensor([PROMPT]), num_beams=3, do_sample=False, max_new_tokens=10, pad_token_id=2)  # fmt: skip
     text = sb.generate(pair, PROMPT, sb.beam_search(3), max_new_tokens=10)[0].tokens
     assert text == expected[0, len(PROMPT) :].tolist()[: len(text)]
-    assert pair.target.engine_note == ""
+    assert pair.target.engine_note == "" or not compiling.AVAILABLE
     assert pair.tokenizer is not None  # of the base model
 
 

@@ -189,6 +189,7 @@ def test_int8_keeps_the_promises_of_its_own_law():
         assert plain[0].report.law.endswith("of the target in int8")
 
 
+@needs_numba
 def test_int8_is_refused_where_it_cannot_be(monkeypatch):
     with pytest.raises(NotSupported, match=r"^quantize='int8' cannot run this PhiForCausalLM: .*Llama, Mistral"):
         language_model(tiny("phi"), quantize="int8")

@@ -21,6 +21,7 @@ from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import language_model
 from tests.support.seats import check_rows_and_settle, moved, node_paths, plain_logits, random_forest, random_turn, seat
+from tests.support.steps import needs_numba
 from tests.support.tiny_models import FAMILIES, NO_SDPA, tiny
 
 
@@ -108,8 +109,8 @@ def test_shared_pending_tokens_are_stored_once():
 @pytest.mark.parametrize(
     ("kind", "settings", "reason"),
     [
-        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "apply_residual_connection_post_layernorm": True}, "ALiBi.*normed states"),
-        ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61, "alibi": True, "activation": "relu2"}, "ALiBi.*'relu2'"),
+        pytest.param("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "apply_residual_connection_post_layernorm": True}, "ALiBi.*normed states", marks=needs_numba),
+        pytest.param("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61, "alibi": True, "activation": "relu2"}, "ALiBi.*'relu2'", marks=needs_numba),
         ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 61}, "ALiBi"),
         ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 61, "state_size": 4}, "recurrent"),
     ],
@@ -190,7 +191,7 @@ def test_logits_of_roots_are_found_in_whatever_order_they_stand():
         one.texts = moved(one.texts, forest, turn)
 
 
-@pytest.mark.parametrize("engine", ["plain", "compiled"])
+@pytest.mark.parametrize("engine", ["plain", pytest.param("compiled", marks=needs_numba)])
 def test_a_pass_may_store_nodes_and_need_no_row(engine):
     """The row of the root was scored a turn before, and the target knows that of the node below it."""
     model = tiny("llama")
@@ -291,6 +292,7 @@ def test_the_check_bears_what_rounding_does_to_a_tree_and_no_more(engine, off_by
         check_scores_forests(lm)
 
 
+@needs_numba
 @pytest.mark.parametrize("engine", ["int8", "int4"])
 def test_a_rounded_row_may_be_off_in_some_logits_and_tokens_that_it_does_not_see_must_not_change_it(
     engine, monkeypatch

@@ -12,8 +12,10 @@ from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.checks import check_scores_forests
 from specbeam.models.loading.language_models import language_model
 from tests.support.quick import once_each
+from tests.support.steps import needs_numba
 from tests.support.tiny_models import NO_SDPA, tiny
 
+COMPILED = [pytest.param(engine, marks=needs_numba) for engine in ("compiled", "int8", "int4")]
 OWN = 61
 PROMPT = [7, 63, 5, 60, 2, 66, 9]
 FOREST = Forest.rooted([9]).grown([62, 3, 61, 58, 5, 67], [0, 0, 1, 2, 3, 3])
@@ -61,7 +63,7 @@ def check_rows(lm, alone, shared):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("engine", ["compiled", "int8", "int4", "layers", "plain"])
+@pytest.mark.parametrize("engine", [*COMPILED, "layers", "plain"])
 def test_every_engine_has_a_row_of_the_targets_tokens(engine, size):
     model = tiny("llama", **DEEP)
     for without in ((), (4, 11)):
@@ -77,6 +79,7 @@ def test_what_torch_compiles_has_such_rows_too(size):
     check_rows(HuggingFaceLM(model, engine="torch", shared=shared), HuggingFaceLM(model, engine="plain"), shared)
 
 
+@needs_numba
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "family", ["gemma2", "granite", "gpt2", "qwen3", "opt-350m", pytest.param("mixtral", marks=pytest.mark.slow)]
@@ -98,13 +101,14 @@ def test_the_forward_for_gpus_has_such_rows_in_the_interpreter(family, size):
     check_rows(HuggingFaceLM(model, engine="gpu", shared=shared), HuggingFaceLM(model, engine="gpu"), shared)
 
 
-@pytest.mark.parametrize("engine", ["compiled", "int8", "plain"])
+@pytest.mark.parametrize("engine", [*COMPILED[:2], "plain"])
 def test_such_a_model_is_checked_on_a_token_tree(engine):
     model = tiny("llama")
     for size in SIZES.values():
         check_scores_forests(HuggingFaceLM(model, engine=engine, shared=shared_of(size)))
 
 
+@needs_numba
 def test_several_sessions_have_such_rows_side_by_side():
     model = tiny("llama")
     shared = shared_of(68)
@@ -120,6 +124,7 @@ def test_several_sessions_have_such_rows_side_by_side():
             torch.testing.assert_close(found, rows_of(lm, prompt, forest))
 
 
+@needs_numba
 def test_a_token_that_the_target_lacks_is_an_error():
     lm = HuggingFaceLM(tiny("llama"), engine="compiled", shared=shared_of(68))
     with pytest.raises(IndexError):

@@ -35,6 +35,7 @@ from specbeam.recipes.tuning.costs import curve_of
 from tests.support.checking import refused
 from tests.support.loops import known
 from tests.support.seats import keeping, moved, node_paths, plain_logits, random_forest, random_turn, seat
+from tests.support.steps import needs_numba
 from tests.support.tiny_models import tiny
 
 LAYERS = 5
@@ -94,6 +95,7 @@ def bytes_of(lm, cache):
     return counts, trie.seen.copy(), trie.used.copy(), trie.local.copy(), keys, values
 
 
+@needs_numba
 @pytest.mark.parametrize(
     ("family", "keeps"), [("llama", True), ("llama", False), ("qwen2", False), ("phi3", True), ("gemma3", False)]
 )
@@ -179,6 +181,7 @@ KINDS = {
 }
 
 
+@needs_numba
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_temperature_0_a_text_is_the_targets_greedy_one(kind):
     lm = target_of()
@@ -191,6 +194,7 @@ def test_at_temperature_0_a_text_is_the_targets_greedy_one(kind):
     assert (draft.search_rows > 0) == (kind in ("bayes", "random, first", "clasp"))
 
 
+@needs_numba
 def test_a_batch_with_a_set_for_each_text_decodes_what_each_prompt_does_alone():
     """Also by match, with which a text does not depend on what was drafted."""
     lm = target_of()
@@ -202,6 +206,7 @@ def test_a_batch_with_a_set_for_each_text_decodes_what_each_prompt_does_alone():
     assert texts(request.sessions) == alone
 
 
+@needs_numba
 @pytest.mark.parametrize("settings", [Skipping(SKIPPED), Skipping(ratio=0.5, search=QUICK), Skipping("clasp", every=1)])
 def test_beams_are_those_of_beam_sampling_whatever_is_left_out(settings):
     lm = target_of()
@@ -217,6 +222,7 @@ def test_beams_are_those_of_beam_sampling_whatever_is_left_out(settings):
             assert kept == texts(sessions_of(lm, sb.beam_sampling(3, width="auto"), tokens=10))
 
 
+@needs_numba
 def test_a_set_that_skips_nothing_accepts_everything():
     """SW-1: its law is the target's own."""
     lm = target_of()
@@ -226,6 +232,7 @@ def test_a_set_that_skips_nothing_accepts_everything():
             assert session.count.accepted >= 13 - session.count.target_passes
 
 
+@needs_numba
 def test_what_is_computed_twice_and_what_is_stored_is_counted():
     lm = target_of()
     method = sb.swift(SKIPPED, siblings=False, depth=4, controller="fixed")
@@ -237,6 +244,7 @@ def test_what_is_computed_twice_and_what_is_stored_is_counted():
     assert session.count.peak_kv_tokens <= plain.count.peak_kv_tokens + 4
 
 
+@needs_numba
 def test_the_cost_of_drafts_is_measured_on_a_stored_prompt():
     draft = SkippingLM(target_of(), Skipping(SKIPPED))
     curve = curve_of(draft)
@@ -261,6 +269,7 @@ RARE_RUNS = {
 }
 
 
+@needs_numba
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in RARE_RUNS)])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 5, "temperature": 1.4}], ids=str)
 def test_whole_turns_run_ahead_and_give_the_texts_of_turns_one_by_one(name, options, monkeypatch):
@@ -372,6 +381,7 @@ def test_the_gaussian_process_goes_through_what_was_seen_and_is_unsure_elsewhere
     assert suggested(found, stream).sum() == tried[int(np.argmax(scores))].sum()
 
 
+@needs_numba
 @pytest.mark.remembers
 def test_what_a_session_finds_is_kept_on_disk_and_the_next_one_goes_on_from_there(tmp_path, monkeypatch):
     """By target, task and number of sublayers; and the state of a search is that of a session (SW-7)."""
@@ -404,6 +414,7 @@ def test_what_a_session_finds_is_kept_on_disk_and_the_next_one_goes_on_from_ther
     assert draft.skipped(other) == first
 
 
+@needs_numba
 def test_the_set_in_use_is_measured_again_where_the_text_has_moved_on():
     lm = target_of()
     settings = Skipping("random", 0.5, search=SkipSearch(context=8, enough=1.0, interval=1))
@@ -448,6 +459,7 @@ def test_dynamic_programming_is_brute_force_where_layers_add_constants():
         assert max(rows) <= count + 1
 
 
+@needs_numba
 def test_clasp_finds_the_layers_that_do_nothing():
     """On the states that the target's own layers make of the newest token, which are the plain forward's."""
     lm = target_of(layers=6)
@@ -465,6 +477,7 @@ def test_clasp_finds_the_layers_that_do_nothing():
     assert sets == {Sublayers.of_layers((2, 4))}
 
 
+@needs_numba
 def test_clasp_waits_until_a_token_after_the_first_is_stored():
     lm = target_of(layers=6)
     greedy = texts(sessions_of(lm, sb.greedy(), [[3], [3, 4]], tokens=6))
@@ -480,6 +493,7 @@ def test_clasp_waits_until_a_token_after_the_first_is_stored():
 # What is refused.
 
 
+@needs_numba
 def test_what_cannot_work_is_refused_with_a_reason():
     plain = target_of(engine="plain")
     with pytest.raises(NotSupported, match="swift needs the compiled forward"):
@@ -529,6 +543,7 @@ def test_what_cannot_work_is_refused_with_a_reason():
     assert any("share_from=None" in str(session.failure) for session in request.sessions)
 
 
+@needs_numba
 def test_load_takes_it_as_a_draft_for_any_method():
     model = target_of().model
     pair = sb.load(model, draft="swift")
@@ -543,6 +558,7 @@ def test_load_takes_it_as_a_draft_for_any_method():
     assert outs[0] == outs[1]
 
 
+@needs_numba
 @pytest.mark.remembers
 def test_a_set_is_found_on_prompts_and_is_what_texts_begin_with():
     """Draft & Verify: better than the first one, on the target's own answers, and then kept."""
@@ -565,6 +581,7 @@ def test_a_set_is_found_on_prompts_and_is_what_texts_begin_with():
         best_sublayers(pair, [PROMPTS[0]], Skipping("a1"))
 
 
+@needs_numba
 def test_the_command_line_names_sets_and_searches(capsys):
     assert method_from("swift", ["skip=exit", "layers=2", "depth=4"]).name == "swift"
     assert method_from("swift", ["skip=a1 m2", "siblings=false"]).exact

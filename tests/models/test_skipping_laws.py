@@ -7,6 +7,7 @@ import pytest
 import specbeam as sb
 from specbeam.models.skipping import Skipping, skipping_model
 from specbeam.models.sublayers import Sublayers
+from tests.support.steps import needs_numba
 from tests.support.tiny_models import tiny
 from tests.test_laws_on_models import END, check_each, softened
 
@@ -22,6 +23,7 @@ LAWS = {
 SETTINGS = {"plain": {}, "cold": {"temperature": 0.7, "top_p": 0.9, "top_k": 3}}
 
 
+@needs_numba
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_drafts_without_sublayers_have_the_law_of_plain_sampling(family):
     check_laws(family, "cold", draws=40)
@@ -29,6 +31,7 @@ def test_drafts_without_sublayers_have_the_law_of_plain_sampling(family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
+@needs_numba
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_drafts_without_sublayers_have_the_law_of_plain_sampling_closely(family, setting):
     check_laws(family, setting, draws=20_000)

@@ -10,9 +10,11 @@ import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.models.huggingface import HuggingFaceLM
 from tests.models.test_huggingface import check_random_turns
+from tests.support.steps import needs_numba
 from tests.support.tiny_models import tiny
 
 
+@needs_numba
 def test_models_that_specbeam_runs_itself_are_refused():
     with pytest.raises(BadSetting, match="leave it out"):
         sb.load(tiny("llama"), tiny("llama", seed=1), compile=True)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -200,13 +201,15 @@ def server(log):
     command += ["--enforce-eager", "--max-logprobs", "-1", "--block-size", "32"]
     settings = {"VLLM_PLUGINS": "specbeam", "SPECBEAM_DRAFT": DRAFT, "VLLM_CPU_KVCACHE_SPACE": "1"}
     with log.open("w") as out:
-        process = subprocess.Popen(command, env=os.environ | settings, stdout=out, stderr=out)
+        process = subprocess.Popen(command, env=os.environ | settings, stdout=out, stderr=out, start_new_session=True)
     try:
         wait_for(process, f"http://127.0.0.1:{port}/health", log)
         yield process, f"http://127.0.0.1:{port}/v1"
     finally:
         process.terminate()
         process.wait(30)
+        with suppress(ProcessLookupError):  # a killed server leaves its engine behind
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait_for(process, url, log):
