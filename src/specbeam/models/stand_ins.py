@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 _LOCK = RLock()
+_NOTHING: Mapping[str, Any] = {}
 MODULES = {one.__name__: one for one in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.Conv1d)}
 
 
@@ -37,6 +38,8 @@ class StandIn:
 
     def whole(self) -> Any:
         """Return the object of transformers, which is loaded once."""
+        if self._whole is not None:  # without the lock, which another object's load may hold
+            return self._whole
         with _LOCK:
             if self._whole is None:
                 object.__setattr__(self, "_whole", self.load_whole())
@@ -60,9 +63,9 @@ class StoredConfig(SimpleNamespace):
         stated: the result of its `to_dict`.
     """
 
-    def __init__(self, settings: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any] = _NOTHING, stated: Mapping[str, Any] = _NOTHING) -> None:
         super().__init__(**settings)
-        self._stated = stated
+        self._stated = dict(stated)
 
     def get_text_config(self, decoder: bool | None = None) -> "StoredConfig":
         """Return the configuration itself; models with a configuration for each part have no stand-in."""
@@ -81,9 +84,19 @@ class StoredGenerationConfig(SimpleNamespace):
         empty: the fields of an empty generation config.
     """
 
-    def __init__(self, settings: Mapping[str, Any], empty: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any] = _NOTHING, empty: Mapping[str, Any] = _NOTHING) -> None:
         super().__init__(**settings)
-        self._empty = empty
+        self._empty = dict(empty)
+        self._given = dict(settings)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The fields that were set since."""
+        return {name: value for name, value in self.to_dict().items() if value != self._given.get(name)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     @property
     def empty(self) -> dict[str, Any]:
@@ -209,6 +222,20 @@ class StandInModel(StandIn, nn.Module):
             encoder.config = model.config
             encoder.load = lambda: model.whole().get_encoder()
         return model.eval()
+
+    def whole(self) -> Any:
+        """Return the model object of transformers, with what was set in the generation config of its stand-in."""
+        if self._whole is None and self.generation_config is not None and self.generation_config.changed:
+            load_unchanged = self.load_whole
+            changed = self.generation_config.changed
+
+            def load_whole() -> Any:
+                model = load_unchanged()
+                vars(model.generation_config).update(changed)
+                return model
+
+            self.load_whole = load_whole
+        return super().whole()
 
     @property
     def device(self) -> torch.device:

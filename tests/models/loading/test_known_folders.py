@@ -1,5 +1,6 @@
 """Folders that were loaded before are loaded without transformers, and their texts stay the same."""
 
+import copy
 import random
 import shutil
 import subprocess
@@ -15,11 +16,19 @@ from specbeam.core import compiling
 if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    WhisperForCausalLM,
+)
 
+from specbeam.core.caches.folders import cache_folder
 from specbeam.core.measure.saved_figures import weights_key
 from specbeam.errors import BadCheckpoint, BadPrompt
 from specbeam.models.loading import known_folders
+from specbeam.models.loading.language_models import language_model
 from specbeam.models.pair import BUNDLED
 from specbeam.models.stand_ins import StandInModel, StandInTokenizer
 from tests.support import tiny_sources
@@ -147,6 +156,87 @@ def test_the_encoder_of_a_stand_in_is_that_of_transformers_when_it_is_called(tmp
     expected = first.target.encoder.module(input_ids=tokens)[0]
     torch.testing.assert_close(second.target.encoder.module(input_ids=tokens)[0], expected)
     assert held_by(second).is_replaced
+
+
+@pytest.mark.parametrize("kind", ["whisper", "decoder alone"])
+def test_a_known_listener_takes_a_new_draft_with_its_encoder(kind, tmp_path):
+    target = tiny_sources.tiny_reader("whisper")
+    target.save_pretrained(tmp_path / "target")
+    draft = tiny_sources.tiny_reader("whisper", seed=2, layers=1)
+    draft.get_encoder().load_state_dict(target.get_encoder().state_dict())
+    if kind == "decoder alone":
+        alone = WhisperForCausalLM(draft.config)
+        alone.model.decoder.load_state_dict(draft.get_decoder().state_dict())
+        alone.proj_out.load_state_dict(draft.proj_out.state_dict())
+        draft = alone
+    draft.save_pretrained(tmp_path / "draft")
+    both = sb.load(tmp_path / "target", draft=tmp_path / "draft", tokenizer=False)
+    expected = texts_of_sources(both, "whisper")
+    for folder in (cache_folder("folders") or tmp_path).iterdir():
+        folder.unlink()
+    sb.load(tmp_path / "target", tokenizer=False)
+    for _ in range(2):
+        pair = sb.load(tmp_path / "target", draft=tmp_path / "draft", tokenizer=False)
+        assert isinstance(held_by(pair), StandInModel)
+        assert texts_of_sources(pair, "whisper") == expected
+
+
+@pytest.mark.parametrize("make", [lambda: tiny("llama"), lambda: tiny_sources.tiny_reader("whisper")])
+def test_a_folder_that_was_loaded_for_another_engine_is_loaded_by_transformers(make, tmp_path):
+    make().save_pretrained(tmp_path)
+    plain = sb.load(tmp_path, tokenizer=False, engine="plain")
+    sb.load(tmp_path, tokenizer=False, engine="compiled")
+    stand_in = known_folders.model_at_hand(tmp_path, "auto", torch.device("cpu"), may_map=True)
+    assert isinstance(stand_in, StandInModel)
+    lm = language_model(stand_in, engine="plain")
+    assert lm.engine == "plain"
+    assert isinstance(lm.given_model, PreTrainedModel)
+    assert lm.given_model is stand_in.whole()
+    assert type(lm) is type(plain.target)
+
+
+@pytest.mark.parametrize("how", ["replaced", "moved", "gone"])
+def test_the_object_of_files_that_changed_since_is_not_read(how, tmp_path, monkeypatch):
+    """The pair decodes on with the weights that it has; a path stays that of the first load if the process moves."""
+    folder = tmp_path / "model"
+    tiny("llama").save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    first, second = loaded_twice("model")
+    expected = text_of(first)
+    if how == "moved":
+        monkeypatch.chdir("/")
+        assert isinstance(second.target_model, PreTrainedModel)
+    else:
+        other = tmp_path / "other"
+        tiny("llama", seed=9).save_pretrained(other)
+        shutil.rmtree(folder)
+        if how == "replaced":
+            other.rename(folder)
+        with pytest.raises(BadCheckpoint, match=r"have changed since they were loaded.*load the pair again"):
+            second.target_model  # noqa: B018
+    assert text_of(second) == text_of(first) == expected
+
+
+def test_what_is_set_in_the_generation_config_of_a_stand_in_counts_on(folder):
+    _, pair = loaded_twice(folder)
+    config = copy.deepcopy(pair.generation_config)
+    assert config.to_dict() == pair.generation_config.to_dict()
+    pair.generation_config.eos_token_id = 17
+    assert pair.eos == (17,)
+    assert pair.target_model.generation_config.eos_token_id == 17
+    assert pair.eos == (17,)
+
+
+def test_a_chat_template_in_a_folder_of_its_own_is_seen(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    tokenizer.save_pretrained(tmp_path)
+    tiny("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    for _ in range(2):
+        sb.load(tmp_path)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "default.jinja").write_text("{{ messages[0]['content'] }}!")
+    pair = sb.load(tmp_path)
+    assert isinstance(vars(pair)["tokenizer"], StandInTokenizer) is False
 
 
 def test_weights_in_mapped_files_have_a_stand_in(tmp_path, monkeypatch):

@@ -154,8 +154,12 @@ class CompiledEncoder(nn.Module, ABC):
 
     def module_in_float32(self) -> Any:
         """Return transformers' encoder in float32, like the compiled layers: a copy if it has another type."""
-        is_in_float32 = all(weight.dtype == torch.float32 for weight in self.module.parameters())
-        return self.module if is_in_float32 else copy.deepcopy(self.module).float()
+        module: Any = self.module
+        module = (
+            module.load() if hasattr(module, "load") else module
+        )  # of a model without its object yet (StandInEncoder)
+        is_in_float32 = all(weight.dtype == torch.float32 for weight in module.parameters())
+        return module if is_in_float32 else copy.deepcopy(module).float()
 
     @torch.inference_mode()
     def error_on(self, inputs: AnyArray) -> float:

@@ -12,7 +12,6 @@ from urllib.request import getproxies, proxy_bypass
 PATIENCE_S = 3.0  # seconds to wait for a connection
 KNOWN_S = {True: 300.0, False: 20.0}  # seconds for which it is known whether the hub can be reached
 _FOUND: dict[str, tuple[bool, float]] = {}  # by address: whether it was reached, and when
-_SNAPSHOTS: dict[tuple[str, str], tuple[Path | None, float]] = {}  # by repository and cache: its folder, and when asked
 _LOCK = threading.Lock()
 _INSIDE = [0]  # number of look-ups for which the hub is left alone
 
@@ -47,21 +46,15 @@ def snapshot_of(name: "str | Path") -> Path | None:
     """Return the folder of the hub's cache with the present files of a repository, or of its last known ones if the hub
     cannot be reached; None if there is no such repository, or if it holds no configuration.
 
-    It holds the files that were asked for so far. The hub is asked again after some time.
+    It holds the files that were asked for so far.
     """
-    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub import hf_hub_download
 
-    key = (str(name), constants.HF_HUB_CACHE)
-    found, when = _SNAPSHOTS.get(key, (None, -float("inf")))
-    if time.monotonic() - when < KNOWN_S[False]:
-        return found
     try:
         with hub_lookups(name):
-            found = Path(hf_hub_download(str(name), "config.json")).parent
+            return Path(hf_hub_download(str(name), "config.json")).parent
     except (OSError, ValueError):
         return None
-    _SNAPSHOTS[key] = (found, time.monotonic())
-    return found
 
 
 def hub_note() -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 from specbeam.core import compiling
 from specbeam.core.caches.files import clean, read_sealed, save_sealed
 from specbeam.core.caches.folders import cache_folder
+from specbeam.core.errors import BadCheckpoint
 from specbeam.core.measure.saved_figures import model_key, source_key, weights_key
 from specbeam.engines.choices import is_rounding
 from specbeam.engines.eligibility import has_own_encoder
@@ -113,8 +114,9 @@ def model_at_hand(
     key = _key("model", folder)
     found = _described(key)
     if found is not None and "unfit" not in found:
-        load_whole = partial(_whole_model, source, dtype, device, may_map)
-        return _stand_in(found, folder, name_or_path(source), load_whole)
+        name = name_or_path(source)
+        load_whole = partial(_whole_model, name, folder.resolve(), key, dtype, device, may_map)
+        return _stand_in(found, folder, name, load_whole)
     model = model_of(source, dtype, device, may_map=may_map)
     object.__setattr__(model, _KEY, key)
     return model
@@ -143,22 +145,52 @@ def tokenizer_at_hand(source: Any) -> Any:
     folder = _folder_of(source)
     if folder is None or not compiling.AVAILABLE:
         return read_tokenizer(source)
-    load_whole = partial(read_tokenizer, source)
     key = _key("tokenizer", folder)
     found = _described(key)
     if found is not None and "unfit" not in found:
+        load_whole = partial(_whole_tokenizer, str(source), folder.resolve(), key)
         return StandInTokenizer(found, _backend(found, folder), str(source), load_whole)
-    tokenizer = load_whole()
-    if tokenizer is not None and key == _key("tokenizer", folder):
+    tokenizer = read_tokenizer(source)
+    now = _folder_of(source)  # of a hub id, another one if it has a new revision
+    if tokenizer is not None and now is not None and key == _key("tokenizer", now):
         _describe(key, partial(_fitting_tokenizer, tokenizer, folder))
     return tokenizer
 
 
-def _whole_model(source: Any, dtype: "str | torch.dtype", device: torch.device, may_map: bool) -> "PreTrainedModel":
-    """Return the model object that a stand-in stood in for, prepared like one that `load` has used from the start."""
-    model = model_of(source, dtype, device, may_map=may_map)
+def _whole_model(
+    name: str, folder: Path, key: str, dtype: "str | torch.dtype", device: torch.device, may_map: bool
+) -> "PreTrainedModel":
+    """Return the model object that a stand-in stood in for, prepared like one that `load` has used from the start.
+
+    Args:
+        name: its path or hub id.
+        folder: the absolute path of its files.
+        key: of these files when the stand-in was made.
+
+    Raises `BadCheckpoint` if the files have changed.
+    """
+    _check_is_unchanged("model", name, folder, key)
+    model = model_of(folder, dtype, device, may_map=may_map)
+    model.name_or_path = model.config._name_or_path = name
     prepare_to_score(model)
     return model
+
+
+def _whole_tokenizer(name: str, folder: Path, key: str) -> Any:
+    """Return the tokenizer of transformers that a stand-in stood in for; see `_whole_model`."""
+    _check_is_unchanged("tokenizer", name, folder, key)
+    tokenizer: Any = read_tokenizer(folder)
+    tokenizer.name_or_path = name
+    return tokenizer
+
+
+def _check_is_unchanged(kind: str, name: str, folder: Path, key: str) -> None:
+    """Raise `BadCheckpoint` if the files of a folder are no longer those of a key."""
+    if not folder.is_dir() or _key(kind, folder) != key:
+        raise BadCheckpoint(
+            f"the files of {name} have changed since they were loaded, and transformers' object of its {kind}, which is "
+            "needed now, was not read before; load the pair again"
+        )
 
 
 def _is_usual(dtype: "str | torch.dtype", device: torch.device, may_map: bool) -> bool:
@@ -219,10 +251,11 @@ def _file(place: Path, key: str) -> Path:
 def _key(kind: str, folder: Path) -> str:
     """Return a text that changes with the files of a folder, with the packages, and with specbeam's sources."""
     files = []
-    for path in sorted(folder.iterdir()):
+    for path in sorted([*folder.iterdir(), *folder.glob("*/*")]):  # chat templates may be in a folder of their own
         if path.is_file():
             status = path.stat()
-            files.append([path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino])
+            name = path.relative_to(folder).as_posix()
+            files.append([name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino])
     return json.dumps([kind, str(folder.resolve()), files, _versions()])
 
 
@@ -242,7 +275,10 @@ def _fitting_model(model: Any, folder: Path) -> dict[str, Any]:
 
     Raises an error of any kind otherwise.
     """
-    described = describe_model(model, _stored(folder))
+    stored = _stored(folder)
+    if any(one.path.parent not in (folder, *folder.glob("*/")) for one in stored.values()):
+        raise _Unfit("its files are in folders of folders")
+    described = describe_model(model, stored)
     stand_in = _stand_in(described, folder, str(folder), partial(whole, model))
     if why := difference(stand_in, model):
         raise _Unfit(why)
@@ -580,7 +616,7 @@ def difference_of_tokens(stand_in: StandInTokenizer, tokenizer: Any) -> str:
     special = "".join(tokenizer.all_special_tokens)
     for text in (*_TEXTS, special, f" {special} a"):
         for adds in (True, False):
-            tokens = tokenizer(text, add_special_tokens=adds)["input_ids"]
+            tokens = tokenizer(text, add_special_tokens=adds, verbose=False)["input_ids"]
             if stand_in(text, add_special_tokens=adds)["input_ids"] != tokens:
                 return f"the tokens of {text!r} differ"
             for skips in (True, False):

@@ -60,7 +60,10 @@ def _cached_language_model(
     engine, compile, share_from, kv = given
     options = (*given, None if shared is None else shared.key)
     if isinstance(model, StandInModel):  # its folder was checked before
-        return _language_model_of(model, options, shared)
+        found = _language_model_of(model, options, shared)
+        if found is not None:
+            return found
+        model = model.whole()
     cached = vars(model).get("_specbeam")
     if cached is None or cached.key != (fingerprint(model), options):
         prepare_to_score(model)
@@ -84,8 +87,12 @@ def _cached_language_model(
     return cached.found
 
 
-def _language_model_of(stand_in: StandInModel, options: tuple[Any, ...], shared: SharedTokens | None) -> HuggingFaceLM:
+def _language_model_of(
+    stand_in: StandInModel, options: tuple[Any, ...], shared: SharedTokens | None
+) -> HuggingFaceLM | None:
     """Return the language model of a stand-in, and cache it on the model object if that is loaded later.
+
+    Returns None if these options let transformers run the model, or its encoder.
 
     Args:
         options: see `OnModel.key`.
@@ -98,6 +105,8 @@ def _language_model_of(stand_in: StandInModel, options: tuple[Any, ...], shared:
     else:
         lm = HuggingFaceLM(stand_in, engine=engine, share_from=share_from, kv=kv, shared=shared)
     mapped_files(stand_in).release(stand_in.parameters())
+    if lm.engine != "compiled" or (isinstance(lm, EncoderDecoderLM) and lm.engine_note):
+        return None
     load_model = stand_in.load_whole
 
     def load_whole() -> Any:
