@@ -713,7 +713,7 @@ def biases_by_distance(table: Any, module: Any) -> Tensor:
 
 
 def distances_read(module: Any) -> Int64[Tensor, " distances"]:
-    """Return the distances back that an attention module distinguishes; those of an encoder begin ahead, below 0."""
+    """Return the distances that an attention module tells apart, ascending; negative ones, of an encoder, look ahead."""
     most = module.relative_attention_max_distance
     return torch.arange(0 if module.is_decoder else -most, most + 1)
 

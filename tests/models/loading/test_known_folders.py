@@ -213,7 +213,7 @@ def test_the_object_of_files_that_changed_since_is_not_read(how, tmp_path, monke
         if how == "replaced":
             other.rename(folder)
         with pytest.raises(BadCheckpoint, match=r"have changed since they were loaded.*load the pair again"):
-            second.target_model  # noqa: B018
+            repr(second.target_model)
     assert text_of(second) == text_of(first) == expected
 
 
@@ -231,12 +231,11 @@ def test_a_chat_template_in_a_folder_of_its_own_is_seen(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
     tokenizer.save_pretrained(tmp_path)
     tiny("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
-    for _ in range(2):
-        sb.load(tmp_path)
+    sb.load(tmp_path)
+    assert isinstance(vars(sb.load(tmp_path))["tokenizer"], StandInTokenizer)
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "default.jinja").write_text("{{ messages[0]['content'] }}!")
-    pair = sb.load(tmp_path)
-    assert isinstance(vars(pair)["tokenizer"], StandInTokenizer) is False
+    assert not isinstance(vars(sb.load(tmp_path))["tokenizer"], StandInTokenizer)
 
 
 def test_weights_in_mapped_files_have_a_stand_in(tmp_path, monkeypatch):

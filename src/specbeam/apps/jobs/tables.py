@@ -49,7 +49,7 @@ def require_place_of_table(path: Path) -> None:
 
 
 def read_table(path: Path) -> Iterator[TableRow]:
-    """Yield the rows of a table one at a time. Empty lines are skipped, but not those of a text: each line is a prompt.
+    """Yield the rows of a table one at a time. Empty lines are skipped, except in a .txt, where every line is a prompt.
 
     Raises:
         BadSetting: the suffix of the file is unknown.

@@ -10,42 +10,39 @@ from llvmlite import binding
 from numba import config
 from numba.core.codegen import get_host_cpu_features
 
-# What assembly has the name of on processors with a feature: their widest registers, or an instruction of ARM's.
+# What the assembly of `_SAMPLES` contains on processors with a feature: the name of their widest registers, or of an
+# instruction of ARM's.
 _SIGNS = {"zmm": "avx512f", "ymm": "avx2", "\tsdot\t": "dotprod", "\tusdot\t": "i8mm", "\tbfcvtn\t": "bf16"}
 
-# A sum of integers, products of signed bytes with signed and unsigned ones, and rounding to bfloat16.
-_SAMPLES = """
+_PRODUCTS = """
+define i32 @{extension}(<16 x i8> %a, <16 x i8> %b) {{
+  %c = {extension} <16 x i8> %a to <16 x i32>
+  %d = sext <16 x i8> %b to <16 x i32>
+  %e = mul <16 x i32> %c, %d
+  %f = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %e)
+  ret i32 %f
+}}
+"""
+_SUM_AND_ROUNDING = """
 declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 define <16 x i32> @sum(<16 x i32> %a, <16 x i32> %b) {
   %c = add <16 x i32> %a, %b
   ret <16 x i32> %c
-}
-define i32 @signed(<16 x i8> %a, <16 x i8> %b) {
-  %c = sext <16 x i8> %a to <16 x i32>
-  %d = sext <16 x i8> %b to <16 x i32>
-  %e = mul <16 x i32> %c, %d
-  %f = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %e)
-  ret i32 %f
-}
-define i32 @mixed(<16 x i8> %a, <16 x i8> %b) {
-  %c = zext <16 x i8> %a to <16 x i32>
-  %d = sext <16 x i8> %b to <16 x i32>
-  %e = mul <16 x i32> %c, %d
-  %f = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %e)
-  ret i32 %f
 }
 define <4 x bfloat> @rounded(<4 x float> %a) {
   %b = fptrunc <4 x float> %a to <4 x bfloat>
   ret <4 x bfloat> %b
 }
 """
+# A sum of integers, rounding to bfloat16, and products of signed bytes with signed and with unsigned ones.
+_SAMPLES = _SUM_AND_ROUNDING + _PRODUCTS.format(extension="sext") + _PRODUCTS.format(extension="zext")
 
 
 @cache
 def features() -> frozenset[str]:
     """Return the features of the processor, by their LLVM names.
 
-    If the user names a processor without listing its features, those are known that LLVM uses by itself (`_SIGNS`).
+    If the user names a processor without listing its features, only those are known that `_SIGNS` finds.
     """
     stated = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
     switches = [switch.strip() for switch in stated.split(",")]
@@ -77,9 +74,9 @@ def dot_of_bytes(names: Collection[str]) -> str:
 
 
 def dot_of_bfloat16(names: Collection[str]) -> str:
-    """Return the instruction that multiplies pairs of bfloat16 numbers in each lane and adds them; "" for none.
+    """Return the instruction that multiplies pairs of bfloat16 numbers in each lane and adds the products; "" for none.
 
-    "dpbf16ps" adds the products of a pair, and two instructions "bfmlal" one of them each.
+    "dpbf16ps" adds both products of a pair. "bfmlal" adds one, so a pair takes two of them.
     """
     if lanes(names) == 16 and "avx512bf16" in names:
         return "dpbf16ps"

@@ -154,10 +154,8 @@ class CompiledEncoder(nn.Module, ABC):
 
     def module_in_float32(self) -> Any:
         """Return transformers' encoder in float32, like the compiled layers: a copy if it has another type."""
-        module: Any = self.module
-        module = (
-            module.load() if hasattr(module, "load") else module
-        )  # of a model without its object yet (StandInEncoder)
+        load = getattr(self.module, "load", None)  # of the encoder of a stand-in (StandInEncoder)
+        module: Any = self.module if load is None else load()
         is_in_float32 = all(weight.dtype == torch.float32 for weight in module.parameters())
         return module if is_in_float32 else copy.deepcopy(module).float()
 

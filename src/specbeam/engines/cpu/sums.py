@@ -311,14 +311,15 @@ class _LoopOfPairs(_Loop):
 
     def _product(self, total: Value, spread: Value, column: Value) -> Value:
         """Return `total` plus the products of two pairs of bfloat16 numbers in each lane."""
-        pairs = ir.VectorType(BFLOAT16, 2 * LANES)
-        factors = [spread.seen_as(pairs).register, column.seen_as(pairs).register]
-        if DOT_OF_BFLOAT16 == "dpbf16ps":
-            name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}"
-            return Value(self.builder, self.call(name, self.vector, total.register, *factors))
-        if DOT_OF_BFLOAT16 == "bfmlal":
-            for half in ("t", "b"):  # the odd numbers of the registers, then the even ones
-                name = f"llvm.aarch64.neon.bfmlal{half}"
+        if DOT_OF_BFLOAT16:
+            names = {
+                "dpbf16ps": [f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}"],
+                # The odd numbers of the registers, then the even ones.
+                "bfmlal": ["llvm.aarch64.neon.bfmlalt", "llvm.aarch64.neon.bfmlalb"],
+            }[DOT_OF_BFLOAT16]
+            pairs = ir.VectorType(BFLOAT16, 2 * LANES)
+            factors = [spread.seen_as(pairs).register, column.seen_as(pairs).register]
+            for name in names:
                 total = Value(self.builder, self.call(name, self.vector, total.register, *factors))
             return total
         later = [(words & 0xFFFF0000).seen_as(self.vector) for words in (spread, column)]

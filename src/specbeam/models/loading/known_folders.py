@@ -185,7 +185,7 @@ def _whole_tokenizer(name: str, folder: Path, key: str) -> Any:
 
 
 def _check_is_unchanged(kind: str, name: str, folder: Path, key: str) -> None:
-    """Raise `BadCheckpoint` if the files of a folder are no longer those of a key."""
+    """Raise `BadCheckpoint` if the files of a folder have changed since `_key` returned this key."""
     if not folder.is_dir() or _key(kind, folder) != key:
         raise BadCheckpoint(
             f"the files of {name} have changed since they were loaded, and transformers' object of its {kind}, which is "
@@ -276,8 +276,8 @@ def _fitting_model(model: Any, folder: Path) -> dict[str, Any]:
     Raises an error of any kind otherwise.
     """
     stored = _stored(folder)
-    if any(one.path.parent not in (folder, *folder.glob("*/")) for one in stored.values()):
-        raise _Unfit("its files are in folders of folders")
+    if any(len(one.path.relative_to(folder).parts) > 2 for one in stored.values()):
+        raise _Unfit("the key of its folder does not cover files below its subfolders")
     described = describe_model(model, stored)
     stand_in = _stand_in(described, folder, str(folder), partial(whole, model))
     if why := difference(stand_in, model):
