@@ -1,9 +1,10 @@
-"""Compare LiteSearch with the best of n texts and with beams of steps: games solved against tokens drawn.
+"""Compare LiteSearch with other searches and with the best of n texts: games solved against tokens drawn.
 
 python train.py   --out MODEL
 python measure.py --model MODEL --plot litesearch.png
 
-Every search is led by the exact value: whether the target of the game can still be reached.
+Every search is led by the exact value, whether the target of the game can still be reached; or, with --value, by a learnt
+one of train_value.py.
 """
 
 import json
@@ -19,7 +20,8 @@ import typer
 from countdown import is_solved, play, value
 
 import specbeam as sb
-from specbeam.apps.search.baselines import best_of, step_beams
+from specbeam.apps.search.baselines import best_of, step_beams, tree_search
+from specbeam.apps.search.value import Value, classifier_value
 from specbeam.lab.evaluate.intervals import ratio_interval
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 48, "temperature": 1.0}
@@ -36,6 +38,7 @@ def contenders() -> dict[str, dict[str, Search]]:
     lite = partial(sb.lite_search, budget=2000, children=30, step_tokens=24, method="speculative_sampling")
     beams = partial(step_beams, step_tokens=24, method="speculative_sampling")
     best = partial(best_of, method="speculative_sampling")
+    tree = partial(tree_search, step_tokens=24, method="speculative_sampling")
     confidences = (0.5, 0.8, 0.9, 0.97, 0.999, 0.99999)
     return {
         "LiteSearch, step by step": {f"{c:g}": partial(lite, confidence=c) for c in confidences},
@@ -43,6 +46,11 @@ def contenders() -> dict[str, dict[str, Search]]:
         "beams of steps": {
             f"{width} x {children}": partial(beams, width=width, children=children)
             for width, children in ((1, 2), (1, 4), (2, 4), (2, 8), (4, 8))
+        },
+        "breadth-first search": {f"{children}": partial(beams, width=1000, children=children) for children in (2, 3)},
+        "Monte Carlo tree search": {
+            f"{simulations} with {children}": partial(tree, simulations=simulations, children=children)
+            for simulations, children in ((4, 2), (8, 3), (16, 4), (32, 6), (64, 8))
         },
         "best of n": {f"{n}": partial(best, count=n) for n in (1, 2, 4, 8, 16)},
         "best of n, until one is right": {f"{n}": partial(best, count=n, threshold=0.8) for n in (2, 4, 8, 16, 32)},
@@ -64,9 +72,11 @@ class Cell:
     passes: float  # of the target, per game
 
 
-def cell(pair: sb.Pair, prompts: list[str], family: str, setting: str, search: Search, seed: int) -> Cell:
+def cell(
+    pair: sb.Pair, prompts: list[str], value_of: Value, family: str, setting: str, search: Search, seed: int
+) -> Cell:
     """Run one search on all games."""
-    results = search(pair, prompts, values, seed=seed, **OPTIONS)
+    results = search(pair, prompts, value_of, seed=seed, **OPTIONS)
     solved = np.array([is_solved(result.prompt_text + result.text) for result in results], dtype=float)
     tokens = np.array([result.spent for result in results], dtype=float)
     passes = np.array([result.target_passes for result in results], dtype=float)
@@ -105,16 +115,20 @@ def main(
     model: Annotated[Path, typer.Option(help="Folder that train.py has written.")],
     games: Annotated[int, typer.Option(help="Number of games.")] = 120,
     seed: Annotated[int, typer.Option(help="Seed of games and searches; training has used 0.")] = 1,
+    learnt: Annotated[
+        Path | None, typer.Option("--value", help="Folder that train_value.py has written; by default the exact value.")
+    ] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Also write a plot to this file.")] = None,
 ) -> None:
     """Print a line of JSON for each search."""
     rng = random.Random(10_000 + seed)
     prompts = list({play(rng)[0].prompt: None for _ in range(games)})
     pair = sb.load(model / "target", model / "draft")
+    value_of = values if learnt is None else classifier_value(learnt, batch_size=256)
     cells = []
     for family, searches in contenders().items():
         for setting, search in searches.items():
-            cells.append(cell(pair, prompts, family, setting, search, seed))
+            cells.append(cell(pair, prompts, value_of, family, setting, search, seed))
             print(json.dumps(asdict(cells[-1])), flush=True)
     if plot_file is not None:
         plot(cells, plot_file)

@@ -13,13 +13,14 @@ FOLDER = Path(__file__).parent.parent.parent.parent / "examples" / "search"
 def examples(monkeypatch):
     """The modules of the examples, which are gone afterwards."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = ["countdown", "train", "measure", "gsm8k"]
+    names = ["countdown", "train", "measure", "gsm8k", "train_value"]
     import countdown
     import gsm8k
     import measure
     import train
+    import train_value
 
-    yield countdown, train, measure, gsm8k
+    yield countdown, train, measure, gsm8k, train_value
     for name in names:
         del sys.modules[name]
 
@@ -56,7 +57,8 @@ def test_the_value_of_a_solution_is_that_of_its_sums_and_its_result(examples):
 
 @pytest.mark.slow
 def test_a_model_is_trained_and_searches_are_compared(examples, tmp_path):
-    _, train, measure, _ = examples
+    _, train, measure, _, train_value = examples
     train.main(tmp_path, minutes=0.05)
-    measure.main(tmp_path, games=3, plot_file=tmp_path / "plot.png")
+    train_value.main(tmp_path, tmp_path / "value", games=40, draws=2, epochs=1)
+    measure.main(tmp_path, games=3, learnt=tmp_path / "value", plot_file=tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000

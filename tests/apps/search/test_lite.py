@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import specbeam as sb
-from specbeam.apps.search.baselines import best_of, step_beams
-from specbeam.apps.search.tree import CUT_OFF, FINISHED, OPEN, BudgetRule, calibrated
+from specbeam.apps.search.baselines import _Visits, best_of, step_beams, tree_search
+from specbeam.apps.search.tree import CUT_OFF, FINISHED, OPEN, BudgetRule, Node, SearchResult, calibrated
 from specbeam.apps.search.value import checked_values, classifier_value
 from specbeam.core.decode import decode
 from specbeam.core.laws.warp import Warp
@@ -289,6 +289,43 @@ def test_what_searches_are_compared_with(pair):
     assert all(node.status != OPEN or node.value <= 1 for node in beams.nodes)
 
 
+def test_a_tree_search_takes_the_child_of_largest_bound():
+    """Visits 1 and 3, values 0.4 and 0.9, 0.2, 0.1: means 0.4 and 0.4, bounds 1.577 and 1.080 at exploration 1."""
+    nodes = [Node(-1, 0, [], "", draws=4), Node(0, 1, [1], "a", 0.4), Node(0, 1, [2], "b", 0.9)]
+    nodes += [Node(2, 2, [3], "c", 0.2), Node(2, 2, [4], "d", 0.1, "closed")]
+    visits = _Visits(0, SearchResult([], "", nodes=nodes), 4, 1.0)
+    for node in (1, 2, 3, 4):
+        visits.add_value(node)
+    assert visits.counts == {0: 4, 1: 1, 2: 3, 3: 1, 4: 1}
+    assert visits.sums == pytest.approx({0: 1.6, 1: 0.4, 2: 1.2, 3: 0.2, 4: 0.1})
+    bounds = [mean + math.sqrt(math.log(4) / count) for mean, count in ((0.4, 1), (0.4, 3))]
+    assert bounds == pytest.approx([visits._bound(0, 1), visits._bound(0, 2)], abs=1e-12)
+    assert visits.leaf() == 1
+    nodes[1].status = FINISHED
+    assert visits.leaf() == 2
+    nodes[2].draws = 4
+    assert visits.leaf() == 3  # the other child is closed
+    nodes[3].status = FINISHED
+    assert not visits.can_grow(0)
+
+
+def test_a_tree_search_keeps_its_limits(pair):
+    results = tree_search(pair, PROMPTS, by_letters, 12, 3, threshold=1.0, **SETTINGS)
+    alone = tree_search(pair, PROMPTS[1], by_letters, 12, 3, threshold=1.0, **SETTINGS)
+    assert shape(results[1]) == shape(alone[0])
+    for result in results:
+        assert result.draws == sum(node.times for node in result.nodes[1:]) <= 12
+        assert all(node.draws <= 3 for node in result.nodes)
+        assert result.draws == 12 or result.ended == "exhausted"
+    (found,) = tree_search(pair, "abc", lambda texts: [1.0] * len(texts), 200, 3, **SETTINGS)
+    assert found.ended == "value"
+    assert found.nodes[-1].status == FINISHED
+    with pytest.raises(BadSetting, match=r"step_tokns \(did you mean step_tokens\?\)"):
+        tree_search(pair, "abc", by_letters, 2, 2, step_tokns=3)
+    with pytest.raises(BadSetting, match="exploration is -1"):
+        tree_search(pair, "abc", by_letters, 2, 2, exploration=-1)
+
+
 def test_what_searches_are_compared_with_fails_as_they_do(pair, tmp_path):
     """Failures of decoding are raised with all that was drawn, and settings are those of `lite_search`."""
 
@@ -297,7 +334,7 @@ def test_what_searches_are_compared_with_fails_as_they_do(pair, tmp_path):
             raise RuntimeError("the processor is broken")
         return scores
 
-    for compared, counts in ((best_of, (2,)), (step_beams, (2, 2))):
+    for compared, counts in ((best_of, (2,)), (step_beams, (2, 2)), (tree_search, (2, 2))):
         with pytest.raises(SearchFailed, match="the processor is broken") as caught:
             compared(pair, "abc", by_letters, *counts, **OF_TEXTS, logits_processor=[raising])
         assert [result.ended for result in caught.value.results] == ["failed"]

@@ -172,10 +172,13 @@ class GrowingTrees:
                 return text.tokens[:length], True
         return text.tokens, text.finished
 
-    def extend(self, wishes: Sequence[Wish]) -> None:
+    def extend(self, wishes: Sequence[Wish]) -> list[tuple[int, int]]:
         """Draw steps below nodes, add them to the trees, and compute their values.
 
         If the budget runs short, there are fewer draws, or shorter ones: each draw reserves its maximum number of tokens.
+
+        Returns:
+            The prompt and the node of each step, which was there before if an equal step was drawn.
         """
         draws: list[Draw] = []
         places: list[tuple[int, int]] = []
@@ -195,16 +198,19 @@ class GrowingTrees:
                 draws.append(Draw([*result.prompt, *path], seed, most, self.separator))
                 places.append((wish.number, wish.node))
         found = drawn(self.pair, draws, self.method, self.batch_size, self.options)
+        reached = []
         new = []
         for (number, parent), step in zip(places, found, strict=True):
             if isinstance(step, SpecbeamError):
                 self._fail(number, step)
                 continue
             self._count(number, step)
-            child = self._add(number, parent, step)
-            if child is not None:
+            child, is_new = self._add(number, parent, step)
+            reached.append((number, child))
+            if is_new:
                 new.append((number, child))
         self._value_nodes(new)
+        return reached
 
     def _count(self, number: int, text: Drawn) -> None:
         """Count the cost of a draw."""
@@ -213,15 +219,15 @@ class GrowingTrees:
         result.target_passes += text.target_passes
         result.law = text.law
 
-    def _add(self, number: int, parent: int, step: Drawn) -> int | None:
-        """Add a step below a node. Returns the number of its node; None if the node has an equal child already."""
+    def _add(self, number: int, parent: int, step: Drawn) -> tuple[int, bool]:
+        """Add a step below a node. Returns the number of its node, and whether it is new: equal steps share one."""
         result = self.results[number]
         result.nodes[parent].draws += 1
         result.draws += 1
         for known in result.children(parent):
             if result.nodes[known].tokens == step.tokens:
                 result.nodes[known].times += 1
-                return None
+                return known, False
         is_last = step.finished or (step.complete and any(end in step.text for end in self.ends))
         status = OPEN if step.complete else CUT_OFF
         if is_last:
@@ -231,7 +237,7 @@ class GrowingTrees:
         child = len(result.nodes) - 1
         before = len(self.text_at(number, parent))
         result.nodes[child].text = self.text_at(number, child)[before:]
-        return child
+        return child, True
 
     def _value_nodes(self, new: list[tuple[int, int]]) -> None:
         """Compute the values of nodes that were not cut off; close nodes of value 0 and nodes without room for more."""
@@ -296,9 +302,14 @@ def given_seed(seed: int | None) -> int:
     return int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else abs(int(seed))
 
 
-def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Raise `BadSetting` for options that a search has not. Options that searches set are refused later."""
-    check_names(function, {name: value for name, value in options.items() if name not in TAKEN}, ["sampling"], TAKEN)
+def check_options(function: Callable[..., Any], options: dict[str, Any], further: Sequence[str] = ()) -> None:
+    """Raise `BadSetting` for options that a search has not. Options that searches set are refused later.
+
+    Args:
+        further: options of the search that its signature does not name.
+    """
+    given = {name: value for name, value in options.items() if name not in TAKEN}
+    check_names(function, given, ["sampling"], TAKEN, further)
 
 
 def require_counts(**counts: object) -> None:

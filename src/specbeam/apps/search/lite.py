@@ -62,9 +62,8 @@ def lite_search(
         prompts: one prompt or many, as for `generate`. The searches share passes of the models and calls of the value
             function.
         value: a function that takes a list of texts, each a prompt with the steps so far, and returns a number in [0, 1] for
-            each: the probability that the text leads to a right answer, or that a finished text is right. A text of
-                value 0 is not
-            continued. Or the folder of a sequence classifier of transformers (see `classifier_value`).
+            each: the probability that the text leads to a right answer, or that a finished text is right. A text of value
+            0 is not continued. Or the folder of a sequence classifier of transformers (see `classifier_value`).
         method: the recipe that draws steps, or its name; it must sample. Drafts only change the speed.
         separator: a step ends with the token that completes this text.
         ends: a step that contains one of these texts finishes the text, like the model's end token: for models that continue
