@@ -41,6 +41,23 @@ def test_wrong_options_are_refused_before_anything_is_read(option, value):
         sb.load("no/such/folder", **{option: value})
 
 
+@pytest.mark.parametrize(
+    ("draft", "what"),
+    [
+        (None, "there is none"),
+        ("swift", "the draft is the target without some sublayers"),
+        (sb.Skipping(), "the draft is the target without some sublayers"),
+        ("mtp", "the draft is a head"),
+    ],
+)
+@pytest.mark.parametrize("options", [{"quantize_draft": "int8"}, {"draft_vocab": 100}])
+def test_options_of_draft_models_need_one(options, draft, what):
+    """They used to be ignored without a draft."""
+    (name,) = options
+    with refused(f"{name} is for draft models, and {what}"):
+        sb.load(BUNDLED / "target", draft, **options)
+
+
 def test_one_model_object_has_one_language_model_for_all_threads():
     tokenizer = sb.load("bundled").tokenizer
     model = sb.load(BUNDLED / "draft", tokenizer=tokenizer).target_model

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import specbeam as sb
 from specbeam.core import compiling
-from specbeam.core.errors import BadSetting, NotSupported
+from specbeam.core.errors import BadSetting, MissingFile, NotSupported
 from tests.support import words
 from tests.support.gguf_files import write_gguf
 from tests.support.seats import plain_logits
@@ -137,6 +137,14 @@ def test_an_adapter_of_an_adapter_is_refused(tmp_path):
     saved(tmp_path)
     change_settings(base_model_name_or_path=str(tmp_path / "adapter"))(tmp_path / "adapter")
     with pytest.raises(NotSupported, match="holds an adapter itself"):
+        sb.load(tmp_path / "adapter")
+
+
+def test_a_missing_base_is_said_to_be_that_of_the_adapter(tmp_path):
+    saved(tmp_path)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "x/y"}))
+    with pytest.raises(MissingFile, match="adapter holds an adapter for x/y, which is missing: there is no folder x/y"):
         sb.load(tmp_path / "adapter")
 
 

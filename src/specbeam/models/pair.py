@@ -28,7 +28,7 @@ from specbeam.models.huggingface import HuggingFaceLM, vocab_of
 from specbeam.models.loading.drafts import (
     DraftOptions,
     check_draft_of_sources,
-    check_draft_vocab,
+    check_draft_options,
     draft_of,
     given_draft,
     with_fewer_drafted,
@@ -322,6 +322,7 @@ def load(
     check_options(quantize_draft, share_from, "quantize_draft")
     check_is_model(draft)
     _check_kind("draft", draft, (str, Path, torch.nn.Module, Skipping, NoneType))
+    check_draft_options(draft, quantize_draft, draft_vocab)
     if tokenizer is not None and tokenizer is not False and not callable(tokenizer):
         _check_kind("tokenizer", tokenizer, (str, Path))
     check_kv(kv)
@@ -354,7 +355,7 @@ def load(
     if is_spread:
         check_spread(target, quantize, compile, device_map, tensor_parallel, kv)
     if tensor_parallel:
-        tokenizer = check_before_spreading(target, draft, tokenizer, quantize_draft)
+        tokenizer = check_before_spreading(target, draft, tokenizer)
         target_model = spread_model(name_or_path(target), dtype, torch_device)
     else:
         may_map = device_map is None and engine in MAPPING
@@ -367,7 +368,6 @@ def load(
         if is_spread:
             raise has_encoder(type(target_model).__name__)
     given = given_draft(draft, quantize_draft, quantize, target, target_model)
-    check_draft_vocab(draft_vocab, given)
     draft_model = None
     if given.model is not None and is_usual:
         draft_model = model_at_hand(given.model, dtype, torch_device, engine in MAPPING)

@@ -55,7 +55,7 @@ def spread_model(name: str, dtype: "str | torch.dtype", device: torch.device) ->
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     try:
-        Follower(model, Channel(TIMEOUT_S)).follow()
+        Follower(model, Channel()).follow()
     except Exception as error:
         end_job("following rank 0", error)
     _leave()

@@ -82,6 +82,8 @@ OTHERS = {
     "serve, certificate": [["--tls-cert", "missing"], "there is no file missing"],
     "serve, catalogue": [["--catalogue", "missing"], "there is no file missing"],
     "serve, draft": [["--draft", "./missing"], "there is no folder missing"],
+    "serve, rounding of the draft": [["--quantize-draft", "int3"], "quantize_draft is 'int3'"],
+    "bench paper, rounding of the draft": [["dsbd", "--quantize-draft", "int3"], "quantize_draft is 'int3'"],
     "serve, products": [["--compute", "bfloat16", "--quantize", "int8"], "compute and quantize both choose"],
     "chat, template": [["-m", "{translator}"], "has no chat template; give --chat-template"],
     "chat, setting": [["--set", "beem=3"], "has no setting 'beem' (did you mean beams?)"],

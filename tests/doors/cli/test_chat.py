@@ -358,17 +358,34 @@ class Screen:
         os.close(follower)
         self.seen = ""
 
-    def wait_for(self, text, seconds=300):
+    def wait_for(self, text):
         """Read until the screen shows a text after what was waited for before."""
+        assert self.shows(text, 300), self.seen
+
+    def shows(self, text, seconds):
+        """Read until the screen shows a text; return whether it did within some seconds."""
         end = time.monotonic() + seconds
-        while text not in self.seen:
-            assert time.monotonic() < end, self.seen
+        while text not in self.seen and time.monotonic() < end:
             if select.select([self.leader], [], [], 1)[0]:
                 self.seen += os.read(self.leader, 4096).decode(errors="replace")
-        _, _, self.seen = self.seen.partition(text)
+        found = text in self.seen
+        if found:
+            _, _, self.seen = self.seen.partition(text)
+        return found
 
     def type(self, text):
         os.write(self.leader, text.encode())
+
+    def press_until(self, key, text):
+        """Press a key every ten seconds until the screen shows a text.
+
+        A signal that comes after Python looked for signals and before it waits for a line is seen with the next one.
+        """
+        for _ in range(30):
+            self.type(key)
+            if self.shows(text, 10):
+                return
+        raise AssertionError(self.seen)
 
     def wait_for_prompt(self, kind):
         """Wait for the next prompt; what is typed before the line editor reads key by key would not reach it."""
@@ -395,8 +412,7 @@ def test_on_a_terminal_control_c_ends_an_answer_and_control_d_the_chat(kind, tmp
     screen.type("Ein Hund läuft.\r")
     screen.wait_for("were cached")
     screen.wait_for_prompt(kind)
-    screen.type("\x03")
-    screen.wait_for("Ctrl-D ends the chat")
+    screen.press_until("\x03", "Ctrl-D ends the chat")
     screen.wait_for_prompt(kind)
     screen.type("Wo ist mein Hut?\r")
     screen.wait_for("were cached")

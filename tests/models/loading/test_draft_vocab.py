@@ -8,7 +8,7 @@ import pytest
 import specbeam as sb
 from specbeam import errors
 from specbeam.engines.cpu.sums import WIDTH
-from specbeam.models.loading.drafts import GivenDraft, check_draft_vocab
+from specbeam.models.loading.drafts import check_draft_options
 from tests.support.tiny_models import tiny
 from tests.support.tiny_sources import tiny_reader
 
@@ -78,7 +78,7 @@ def test_tokens_that_are_not_drafted_are_read():
 @pytest.mark.parametrize("wrong", [0, -3, 2.5, "32k", True])
 def test_a_wrong_number_is_refused(wrong):
     with pytest.raises(errors.BadSetting, match=r"draft_vocab is .*; it is a number of tokens, at least 1"):
-        check_draft_vocab(wrong, GivenDraft("draft"))
+        check_draft_options("draft", None, wrong)
 
 
 def test_it_is_for_draft_models():

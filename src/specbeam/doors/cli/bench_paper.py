@@ -9,9 +9,13 @@ import typer
 
 from specbeam.doors.cli.common import complain, in_one_line, print_records, quiet_load
 from specbeam.doors.cli.options import (
+    Compute,
+    DraftVocab,
     Json,
     PairArguments,
     Plot,
+    QuantizeDraft,
+    QuantizeTarget,
     Seed,
     SpacedRows,
     Threads,
@@ -70,6 +74,10 @@ class PaperArguments(PairArguments):
         ),
     ] = None
     mt_bench: Annotated[list[Path], files_to_read("MT-bench's question.jsonl.", "--mt-bench")] = []
+    quantize: QuantizeTarget = None
+    quantize_draft: QuantizeDraft = None
+    compute: Compute = None
+    draft_vocab: DraftVocab = None
     width: Annotated[list[int], typer.Option(min=1, help="Number of beams. May be given several times.")] = []
     threshold: Annotated[
         list[float],
@@ -127,15 +135,18 @@ def paper(given: PaperArguments) -> int:
     contenders = contenders_of(given.paper, grid)
     settings = {"paper": given.paper, "model": given.model, "draft": given.draft} | dataclasses.asdict(grid)
     settings |= {"questions": {task.name: len(task.questions) for task in tasks}, "engine": given.engine}
+    loading = given.named("quantize", "quantize_draft", "compute", "draft_vocab")
+    chosen = {name: value for name, value in loading.items() if value is not None}
+    settings |= chosen
     log = AnswerLog.of(given.out, settings)
-    pair = quiet_load(**given.pair)
+    pair = quiet_load(**given.pair, **chosen)
     if pair.draft is None:
         raise BadSetting("the papers' methods need a draft model; give one with --draft")
     with progress_bar() as progress:
         bar = progress.add_task(given.paper, total=sum(len(task.questions) for task in tasks))
         run_paper(pair, tasks, contenders, grid, log, lambda: progress.advance(bar))
     lines = lines_of_paper(tasks, contenders, log)
-    origin = provenance() | {"model": given.model, "draft": given.draft or ""}
+    origin = provenance() | {"model": given.model, "draft": given.draft or ""} | chosen
     if given.json:
         print_records(lines, provenance=origin)
     else:

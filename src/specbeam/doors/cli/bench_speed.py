@@ -19,6 +19,7 @@ from specbeam.doors.cli.options import (
     Plot,
     PromptFiles,
     PromptTexts,
+    QuantizeDraft,
     QuantizeTarget,
     Rounds,
     SpacedRows,
@@ -102,6 +103,7 @@ class SpeedArguments(PairArguments):
     ] = None
     grow_vocab: GrowVocab = None
     quantize: QuantizeTarget = None
+    quantize_draft: QuantizeDraft = None
     compute: Compute = None
     draft_vocab: DraftVocab = None
     rows: SpacedRows = 30
@@ -143,7 +145,7 @@ def _pair(given: SpeedArguments) -> "Pair":
     from specbeam.doors.cli.widening import GrownSizes, grown_pair
     from specbeam.doors.sources import hears
 
-    options = given.named("quantize", "compute", "draft_vocab", "engine")
+    options = given.named("quantize", "quantize_draft", "compute", "draft_vocab", "engine")
     pair = grown_pair(given.model, given.draft, given.make(GrownSizes), sources=True, **options)
     if hears(pair):
         raise NotSupported(

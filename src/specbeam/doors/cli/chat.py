@@ -7,7 +7,15 @@ import typer
 
 from specbeam.doors.cli.arguments import generation
 from specbeam.doors.cli.common import check_has_head, method_from, quiet_load
-from specbeam.doors.cli.options import Compute, MethodName, PairArguments, QuantizeTarget, Settings, check_address
+from specbeam.doors.cli.options import (
+    Compute,
+    MethodName,
+    PairArguments,
+    QuantizeDraft,
+    QuantizeTarget,
+    Settings,
+    check_address,
+)
 from specbeam.doors.method_names import check_settings
 from specbeam.doors.model_files import require_chat_template
 from specbeam.doors.places import text_of
@@ -33,6 +41,7 @@ class ChatArguments(PairArguments):
     ] = None
     key: Annotated[str, typer.Option(help="API key of the server.", envvar="SPECBEAM_API_KEY")] = ""
     quantize: QuantizeTarget = None
+    quantize_draft: QuantizeDraft = None
     compute: Compute = None
 
 
@@ -58,7 +67,7 @@ def chat(given: ChatArguments) -> int:
 
         if given.method:
             check_has_head(method_from(given.method, given.setting), given.draft)
-        pair = quiet_load(**given.pair, quantize=given.quantize, compute=given.compute)
+        pair = quiet_load(**given.pair, **given.named("quantize", "quantize_draft", "compute"))
         speaker = PairSpeaker(pair, given.model, template)
     options = ChatOptions(given.method or "", tuple(given.setting), given.options, given.seed)
     talk = Chat(speaker, options, console, system=given.system)

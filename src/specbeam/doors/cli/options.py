@@ -86,11 +86,6 @@ def _check_draft(name: str) -> None:
     require_place_of_model(name)
 
 
-def _check_quantize(name: str) -> None:
-    """Raise `BadSetting` for an unknown rounding."""
-    check_rounding(name, "quantize")
-
-
 def complete_method(incomplete: str) -> list[str]:
     """Return the names of methods that begin so, for completion by the shell."""
     return [name for name in method_names() if name.startswith(incomplete)]
@@ -161,7 +156,7 @@ QuantizeTarget = Annotated[
     typer.Option(
         "--quantize",
         help="Round the target's weights to 8 or 4 bits for specbeam's methods: 'int8', 'int4' or, on a GPU, 'fp8'.",
-        callback=checked(_check_quantize),
+        callback=checked(partial(check_rounding, option="quantize")),
     ),
 ]
 GrowVocab = Annotated[
@@ -216,7 +211,15 @@ Quantize = Annotated[
     typer.Option(
         help="Round the target's weights: 'int8', 'int4' or, on a GPU, 'fp8'; or 'torchao-int8', 'bitsandbytes-nf4' and "
         "others (docs/quantised.md). Texts then have the law of the rounded model.",
-        callback=checked(_check_quantize),
+        callback=checked(partial(check_rounding, option="quantize")),
+    ),
+]
+QuantizeDraft = Annotated[
+    str | None,
+    typer.Option(
+        help="Round the draft model's weights: 'int8' or 'int4' to read fewer bytes per pass, or another rounding of "
+        "--quantize. Exact laws stay the same.",
+        callback=checked(partial(check_rounding, option="quantize_draft")),
     ),
 ]
 DraftVocab = Annotated[
@@ -308,6 +311,7 @@ class LoadArguments(PairArguments):
 
     device: Device = None
     quantize: Quantize = None
+    quantize_draft: QuantizeDraft = None
     draft_vocab: DraftVocab = None
     kv: KeysAndValues = None
     compute: Compute = None

@@ -74,6 +74,7 @@ def _check_models(config: "ServerConfig") -> None:
     if config.draft is not None:
         require_place_of_model(config.draft)
     check_rounding(config.quantize, "quantize")
+    check_rounding(config.quantize_draft, "quantize_draft")
     check_kv(config.kv)
     check_what_runs(config.engine, config.compute, config.quantize, False, None, config.tensor_parallel)
 

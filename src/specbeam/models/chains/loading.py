@@ -12,7 +12,7 @@ from specbeam.models.chains.targets import OpenedTarget, ServedModel
 from specbeam.models.checkpoints.hub import hub_lookups
 from specbeam.models.heads.read import is_head
 from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.loading.drafts import DraftOptions, GivenDraft, check_draft_vocab, with_fewer_drafted
+from specbeam.models.loading.drafts import DraftOptions, GivenDraft, with_fewer_drafted
 from specbeam.models.loading.language_models import by_engine, language_model
 from specbeam.models.loading.models import model_of
 from specbeam.models.loading.tokenizers import read_tokenizer
@@ -53,7 +53,6 @@ def served_models(
     target = ChainLM(scorer)
     _check_draft(draft, scorer.name)
     given = GivenDraft(draft, quantize=more["quantize_draft"])
-    check_draft_vocab(more["draft_vocab"], given)
     if draft is None:
         return ServedModels(target_model, None, own_tokenizer, target, None)
     draft_model = model_of(draft, dtype, device, given.quantize, may_map=True)

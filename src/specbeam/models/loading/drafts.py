@@ -70,14 +70,12 @@ def given_draft(
     if isinstance(draft, str) and draft == "swift":
         draft = Skipping()
     if isinstance(draft, Skipping):
-        if quantize_draft is not None:
-            raise BadSetting("quantize_draft is for draft models, and here the target drafts for itself; leave it out")
         return GivenDraft(skipping=draft)
     if is_rounding(draft):
         model, rounding = _rounded_target(draft, quantize, quantize_draft, target, target_model)
         return GivenDraft(model, quantize=rounding)
     if draft is not None and is_head(draft):
-        return GivenDraft(head=draft, quantize=quantize_draft)
+        return GivenDraft(head=draft)
     return GivenDraft(draft, quantize=quantize_draft)
 
 
@@ -97,8 +95,6 @@ def draft_of(
         shared: the tokens that the draft model shares with a target of another vocabulary.
     """
     if given.head is not None:
-        if given.quantize is not None:
-            raise not_for_heads()
         return _head_of(target, given.head, tokenizer, options.probe)
     if given.skipping is not None:
         return skipping_model(target, given.skipping)
@@ -120,19 +116,28 @@ def draft_of(
     )
 
 
-def check_draft_vocab(draft_vocab: Any, given: GivenDraft) -> None:
-    """Raise `BadSetting` if the option `draft_vocab` of `load` is no number of tokens, or does not fit the draft."""
-    if draft_vocab is None:
-        return
-    if not is_integer(draft_vocab) or draft_vocab < 1:
+def check_draft_options(draft: Any, quantize_draft: Any, draft_vocab: Any) -> None:
+    """Raise `BadSetting` if an option of `load` for draft models is wrong, or if the draft is no model.
+
+    Args:
+        draft, quantize_draft, draft_vocab: see `load`.
+    """
+    if draft_vocab is not None and (not is_integer(draft_vocab) or draft_vocab < 1):
         raise BadSetting(f"draft_vocab is {draft_vocab!r}; it is a number of tokens, at least 1")
-    if given.model is None:
-        what = "there is none"
-        if given.head is not None:
-            what = "the draft is a head"
-        elif given.skipping is not None:
-            what = "the draft is the target without some sublayers"
-        raise BadSetting(f"draft_vocab is for draft models, and {what}; leave it out")
+    given = {"quantize_draft": quantize_draft, "draft_vocab": draft_vocab}
+    names = [name for name, value in given.items() if value is not None]
+    what = _instead_of_model(draft) if names else ""
+    if what:
+        raise BadSetting(f"{names[0]} is for draft models, and {what}; leave it out")
+
+
+def _instead_of_model(draft: Any) -> str:
+    """Return what the argument `draft` of `load` is, if it is no model; "" if it is one."""
+    if draft is None:
+        return "there is none"
+    if isinstance(draft, Skipping) or (isinstance(draft, str) and draft == "swift"):
+        return "the draft is the target without some sublayers"
+    return "the draft is a head" if not is_rounding(draft) and is_head(draft) else ""
 
 
 def with_fewer_drafted(shared: SharedTokens | None, draft_vocab: int | None, vocab: int) -> SharedTokens | None:
@@ -245,7 +250,3 @@ def _files_of(source: Any) -> tuple[tuple[str, int, int], ...]:
         return ()
     files = sorted(path for path in Path(source).expanduser().iterdir() if path.is_file())
     return tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
-
-
-def not_for_heads() -> BadSetting:
-    return BadSetting("quantize_draft is for draft models, and the draft is a head; leave it out")

@@ -168,7 +168,10 @@ def _of_adapter(
             f"{adapter.base}, the base of the adapter {adapter.name}, holds an adapter itself; merge that one first, with "
             "peft's merge_and_unload and save_pretrained, and name the result in adapter_config.json"
         )
-    base = model_of(adapter.base, dtype, device)
+    try:
+        base = model_of(adapter.base, dtype, device)
+    except MissingFile as error:
+        raise MissingFile(f"{adapter.name} holds an adapter for {adapter.base}, which is missing: {error}") from error
     if stored := rounding_in(base.config):
         if stored != "gguf":
             raise NotSupported(

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from specbeam.core.errors import BadSetting, MissingPackage, NotSupported
-from specbeam.engines.choices import OWN_ROUNDINGS, Quantize, is_rounding
+from specbeam.engines.choices import OWN_ROUNDINGS, is_rounding
 from specbeam.models.checkpoints.pretrained import open_checkpoint
 from specbeam.models.heads.read import is_head
-from specbeam.models.loading.drafts import not_for_heads
 from specbeam.models.loading.models import name_or_path
 from specbeam.models.loading.tokenizers import read_tokenizer
 from specbeam.models.skipping import Skipping
@@ -32,7 +31,7 @@ def check_spread(
         raise MissingPackage(f"{name} needs accelerate: pip install 'specbeam[parallel]'")
 
 
-def check_before_spreading(target: Any, draft: Any, tokenizer: Any, quantize_draft: "Quantize | None") -> Any:
+def check_before_spreading(target: Any, draft: Any, tokenizer: Any) -> Any:
     """Return the tokenizer, and raise errors of `load` before the processes load their weights.
 
     Afterwards, the other processes follow rank 0 and would wait for it.
@@ -45,10 +44,7 @@ def check_before_spreading(target: Any, draft: Any, tokenizer: Any, quantize_dra
             f"draft={draft!r} is the target run by specbeam's own forward, which cannot run sharded weights; give another "
             "draft model"
         )
-    if draft is not None and not is_rounding(draft) and is_head(draft):
-        if quantize_draft is not None:
-            raise not_for_heads()
-    elif isinstance(draft, (str, Path)) and not is_rounding(draft):
+    if isinstance(draft, (str, Path)) and not is_rounding(draft) and not is_head(draft):
         name_or_path(draft)
     return read_tokenizer(tokenizer if tokenizer is not None else target)
 
