@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 import specbeam as sb
 from specbeam.errors import BadPrompt, NotSupported
 from specbeam.lab.evaluate.intervals import edge_interval, ratio_interval, share_interval
-from specbeam.lab.evaluate.perplexity import log_likelihoods, perplexity, summary
+from specbeam.lab.evaluate.perplexity import PromptScorer, log_likelihoods, perplexity, summary
 from tests.support import words
 from tests.support.tiny_models import FAMILIES, tiny
 from tests.support.tiny_sources import tiny_reader
@@ -74,6 +74,11 @@ def test_scores_are_those_of_a_plain_forward(family):
     outputs = [rng.integers(0, 61, size).tolist() for size in (9, 1, 20, 4)]
     expected = [by_hand(pair.target_model, *one) for one in zip(prompts, outputs, strict=True)]
     assert log_likelihoods(pair, prompts, outputs) == pytest.approx(expected, abs=1e-3)
+    scorer = PromptScorer(pair)
+    for number in (0, 2, 2, 3):
+        before = scorer.log_likelihood(prompts[number], outputs[1])
+        assert scorer.log_likelihood(prompts[number], outputs[number]) == pytest.approx(expected[number], abs=1e-3)
+        assert before == pytest.approx(by_hand(pair.target_model, prompts[number], outputs[1]), abs=1e-3)
     found = perplexity(pair, prompts, outputs)
     macro = sum(logp / len(output) for logp, output in zip(expected, outputs, strict=True)) / 4
     assert found.perplexity == pytest.approx(math.exp(-macro), rel=1e-4)

@@ -34,7 +34,7 @@ from specbeam.lab.bench.method_figures import Figure
 from specbeam.lab.bench.paper_tasks import PaperQuestion, PaperTask
 from specbeam.lab.bench.speed import memory_of, rotated
 from specbeam.lab.evaluate.intervals import interval, share_interval
-from specbeam.lab.evaluate.perplexity import exp, log_likelihoods
+from specbeam.lab.evaluate.perplexity import PromptScorer, exp
 
 Paper = Literal["dsbd", "mtad", "rsd"]
 PAPERS: tuple[str, ...] = get_args(Paper)
@@ -164,7 +164,7 @@ class PaperAnswer:
         passes: target passes of each turn.
         seconds: wall time of each turn.
         joules: of all turns; None without a counter.
-        logp: log-likelihood of each turn's tokens under the target's raw law, in nats.
+        logp: log-likelihood of each turn's tokens under the raw law of the target, before it was rounded, in nats.
         widths: mean number of live beams of each turn.
         quality: 1.0 for a right answer; None if another program judges.
         memory_mb: peak of memory above that before, at the contender's warm-up; None if it cannot be read.
@@ -250,6 +250,7 @@ def run_paper(
         grid: with all settings, see `PaperGrid.of`.
         on_progress: called after each question.
     """
+    scorer = PromptScorer(pair)
     for task in tasks:
         memory: dict[str, float | None] = {}
         for number, question in enumerate(task.questions):
@@ -258,7 +259,7 @@ def run_paper(
                     continue
                 if contender.name not in memory:
                     memory[contender.name] = _warm_up(pair, task, contender, grid)
-                answer = _answer(pair, task, question, contender, grid, memory[contender.name])
+                answer = _answer(scorer, task, question, contender, grid, memory[contender.name])
                 log.add(answer)
             on_progress()
 
@@ -271,7 +272,7 @@ def _warm_up(pair: Pair, task: PaperTask, contender: PaperContender, grid: Paper
 
 
 def _answer(
-    pair: Pair,
+    scorer: PromptScorer,
     task: PaperTask,
     question: PaperQuestion,
     contender: PaperContender,
@@ -279,6 +280,7 @@ def _answer(
     memory_mb: float | None,
 ) -> PaperAnswer:
     """Answer the turns of a question one after the other."""
+    pair = scorer.pair
     texts: list[str] = []
     reports = []
     joules: list[float | None] = []
@@ -291,7 +293,7 @@ def _answer(
             (found,) = generate(pair, prompt, contender.method, **_options(contender, grid))
             seconds.append(time.perf_counter() - began)
         joules.append(meter.joules)
-        logp += log_likelihoods(pair, [prompt], [found.tokens])
+        logp.append(scorer.log_likelihood(prompt, found.tokens))
         texts.append(found.text)
         reports.append(found.report)
     known = [value for value in joules if value is not None]

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import DynamicCache
 
 from specbeam import Pair
 from specbeam.doors import Settings, decoder_prompt, hears, source_of
@@ -171,6 +172,43 @@ def log_likelihoods(
     return totals
 
 
+class PromptScorer:
+    """A scorer of single outputs under a decoder-only target.
+
+    It reads a prompt once for all outputs that follow it without another prompt between them.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self._prompt: Tokens = []
+        self._states = DynamicCache()
+
+    @torch.inference_mode()
+    def log_likelihood(self, prompt: Tokens, output: Tokens) -> float:
+        """Return log p of an output after its prompt, in nats. Raises the errors of `perplexity`."""
+        _check(self.pair, prompt, output, len(prompt), 0, "")
+        before = prompt[:-1]
+        if prompt != self._prompt:
+            self._prompt = []
+            self._states = DynamicCache()
+            if before:
+                self._logits_after(before)
+            self._prompt = list(prompt)
+        logits = self._logits_after([prompt[-1], *output[:-1]])
+        self._states.crop(-len(output))  # the number of tokens to remove
+        chosen, _ = _chosen(logits, torch.tensor(output, device=logits.device))
+        return float(chosen.sum())
+
+    def _logits_after(self, tokens: Tokens) -> torch.Tensor:
+        """Return the logits of the rows of tokens, float32[tokens, vocab], and keep their keys and values."""
+        model = self.pair.target_model
+        ids = torch.tensor([tokens], device=self.pair.target.device)
+        with as_loaded(model):
+            found = model(input_ids=ids, past_key_values=self._states, use_cache=True)
+        logits: torch.Tensor = found.logits[0].float()
+        return logits
+
+
 def _check(pair: Pair, prompt: Tokens, output: Tokens, before: int, number: int, place: str) -> None:
     """Raise `BadPrompt` if the target cannot score an output.
 
@@ -229,12 +267,20 @@ def score_tokens(
         arguments = {"input_ids": read, "attention_mask": read_mask, "decoder_input_ids": tokens}
     with as_loaded(pair.target_model):
         found = pair.target_model(**arguments, use_cache=False)
-    logits = found.logits[:, :-1].float()
-    following = tokens[:, 1:]
-    chosen = logits.gather(2, following[..., None])[..., 0]
-    logp = chosen.double() - logits.logsumexp(2).double()
-    is_likeliest = logits.argmax(2) == following
-    return list(zip(logp.cpu(), is_likeliest.cpu(), strict=True))
+    logp, is_likeliest = _chosen(found.logits[:, :-1].float(), tokens[:, 1:])
+    return list(zip(logp, is_likeliest, strict=True))
+
+
+def _chosen(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log p of a token of each row, in float64 on the host, and whether it is the likeliest.
+
+    Args:
+        logits: float32[..., vocab].
+        tokens: int64[...].
+    """
+    logits_of_tokens = logits.gather(-1, tokens[..., None])[..., 0]
+    logp = logits_of_tokens.double() - logits.logsumexp(-1).double()
+    return logp.cpu(), (logits.argmax(-1) == tokens).cpu()
 
 
 def _padded(texts: list[Tokens], pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
