@@ -17,6 +17,7 @@ if not compiling.AVAILABLE:
 
 import numba
 
+from specbeam.core.compiling.processor import features
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu import decoder, shares, sums, team, tiles
 from specbeam.engines.cpu import layers as loops
@@ -173,8 +174,12 @@ def test_common_bits_are_counted_alike_on_machines_without_products_of_bytes(row
     matrix = some_binaries(70, 2 * BINARY_GROUP, rng)
     panels = panels_of_binaries(matrix)
     monkeypatch.setattr(sums, "DOT_OF_BYTES", "")
-    split = np.empty(rows * (x.shape[1] // 4 + 1), dtype=np.uint32)
-    transpose_bits(x, 0, rows, split, np.empty(x.shape[1], dtype=np.uint8))
+    each = x.shape[1] // 4 + 1
+    split = np.empty(rows * each, dtype=np.uint32)
+    parts = panels_module.part_count(rows)
+    for part in range(parts):
+        start, here = panels_module.part_of_rows(part, parts, rows)
+        transpose_bits(x, start, here, split[start * each :], np.empty(x.shape[1], dtype=np.uint8))
     written = []
     count_of = sums._LoopOfPlanes._count
     monkeypatch.setattr(sums._LoopOfPlanes, "_count", lambda *given: written.append(1) or count_of(*given))
@@ -229,6 +234,33 @@ def test_bytes_are_summed_alike_by_products_of_signed_bytes(kind, rows, monkeypa
     for panel in range(len(panels)):
         times(panels, panel, standing(x, panels), *x.shape, out, 0)
     assert (out == expected).all()
+
+
+@pytest.mark.skipif(
+    {8: "avx2", 16: "avx512bw"}.get(sums.LANES) not in features(), reason="this processor has no vpmaddubsw"
+)
+@pytest.mark.parametrize(("kind", "rows"), first_quick([("int8", 5), ("int4", 5), ("int8", 12), ("int4", 12)], 2))
+def test_bytes_are_summed_alike_in_pairs(kind, rows, monkeypatch):
+    """Pairs have 16 bits: the largest numbers fit, and no sum of them is cut off."""
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, 256)).astype(np.float32)
+    weights = rng.standard_normal((96, 256)).astype(np.float32)
+    x[: rows // 2] = np.sign(x[: rows // 2])
+    weights[:48] = np.sign(weights[:48])
+    x[0] = -1
+    weights[:8] = -1
+    weights[8:16] = 1
+    panels = in_panels(weights, kind)
+    found = []
+    for instruction in ("", "vpmaddubsw"):
+        monkeypatch.setattr(sums, "DOT_OF_BYTES", instruction)
+        standing = numba.njit(inspect.unwrap(panels_module._transposed_parts.py_func))
+        times = numba.njit(error_model="numpy")(inspect.unwrap(panels_module._multiply_panel_in_parts.py_func))
+        out = np.full((rows, len(panels) * WIDTH), np.nan, dtype=np.float32)
+        for panel in range(len(panels)):
+            times(panels, panel, standing(x, panels), *x.shape, out, 0)
+        found.append(out)
+    assert (found[0] == found[1]).all()
 
 
 @pytest.mark.parametrize("rows", [1, 5, 12, 30])

@@ -64,12 +64,15 @@ def lanes(names: Collection[str]) -> int:
 def dot_of_bytes(names: Collection[str]) -> str:
     """Return the instruction that multiplies four pairs of bytes in each lane and adds the products; "" for none.
 
-    "vpdpbusd" and "usdot" multiply unsigned bytes by signed ones, "sdot" signed ones.
+    "vpdpbusd" and "usdot" multiply unsigned bytes by signed ones, "sdot" signed ones. "vpmaddubsw" multiplies two pairs of
+    unsigned and signed bytes, and returns their sum in 16 bits.
     """
     if {16: "avx512vnni", 8: "avxvnni"}.get(lanes(names)) in names:
         return "vpdpbusd"
     if lanes(names) == 4 and "dotprod" in names:
         return "usdot" if "i8mm" in names else "sdot"
+    if {16: "avx512bw", 8: "avx2"}.get(lanes(names)) in names:
+        return "vpmaddubsw"
     return ""
 
 

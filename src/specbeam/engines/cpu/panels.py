@@ -67,7 +67,7 @@ SIGN_OF_NIBBLES = 8  # offset of 4-bit numbers in panels, where they are unsigne
 _UNPACKED_FROM = 16  # number of parts of rows from which a panel is unpacked to float32 once instead of for each part
 _HELD_BYTES = 1 << 20  # bytes of panels that stay in a processor's cache while the pieces of many rows are multiplied
 _TILES_FROM = 6  # number of rounded rows from which tiles are faster than vectors
-_SHARED_FROM = 300_000  # size of the panels from which threads share a product
+_SHARED_FROM = 150_000  # size of the panels from which threads share a product
 
 _LAID_OUT_TOGETHER = 1 << 22  # number of weights that are laid out at a time
 

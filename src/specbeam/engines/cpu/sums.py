@@ -31,6 +31,7 @@ if compiling.AVAILABLE:
     from specbeam.core.compiling.processor import dot_of_bfloat16, dot_of_bytes, features, lanes
     from specbeam.engines.cpu.llvm import BFLOAT16, FLOAT, INDEX, WORD
 
+    BYTE = ir.IntType(8)
     HALF_WORD = ir.IntType(16)
     # dtypes of panels, by which numba chooses the code, whose elements are two words
     # Words of a number, of more than one.
@@ -332,8 +333,14 @@ class _LoopOfBytes(_Loop):
     """A `_Loop` for panels with four int8 in a word and rows with four uint8 in a word, summed as integers.
 
     So results are the same on every machine. In the panel, the columns are followed by their scales and by the
-    contribution of the offset 128 of x to their sums. x is followed by the scales of its rows.
+    contribution of the offset 128 of x to their sums. x is followed by the scales of its rows. "sdot" and "vpmaddubsw" take
+    the bytes of x without their offset, whose contribution is then not subtracted.
     """
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether products are summed in 16 bits first."""
+        return DOT_OF_BYTES == "vpmaddubsw"
 
     def _columns_of(self, word: Value) -> list[list[Value]]:
         return [self._panel_at(word * self.stride, self.words)]
@@ -342,11 +349,48 @@ class _LoopOfBytes(_Loop):
         return super()._added(sums, columns, step // self.steps_per_word)
 
     def _product(self, total: Value, spread: Value, column: Value) -> Value:
-        """Return `total` plus the products of four unsigned bytes with four signed ones in each lane.
+        """Return `total` plus the products of four unsigned bytes with four signed ones in each lane."""
+        if DOT_OF_BYTES == "sdot":
+            return self._with_products(total, spread ^ 0x80808080, column)
+        if not self.in_pairs:
+            return self._with_products(total, spread, column)
+        signed = spread ^ 0x80808080
+        size = self._in_bytes("llvm.abs", signed, ir.Constant(ir.IntType(1), 0))
+        pairs = self._with_pairs(self._zeros(), size, self._signed_like(column, signed))
+        return total + self._sum_of_pairs(pairs)
 
-        "sdot" gets the bytes without their offset, whose contribution is then not subtracted.
-        """
-        return self._with_products(total, spread ^ 0x80808080 if DOT_OF_BYTES == "sdot" else spread, column)
+    def _in_bytes(self, name: str, value: Value, *given: Any) -> Value:
+        """Return the words of an operation on the bytes of words."""
+        bytes_of = ir.VectorType(BYTE, 4 * LANES)
+        found = self.call(f"{name}.v{4 * LANES}i8", bytes_of, value.seen_as(bytes_of).register, *given)
+        return Value(self.builder, found).seen_as(self.words)
+
+    def _signed_like(self, column: Value, signed: Value) -> Value:
+        """Return the bytes of a column, with the other sign where the byte of `signed` is negative."""
+        bytes_of = ir.VectorType(BYTE, 4 * LANES)
+        of_column, of_sign = (one.seen_as(bytes_of) for one in (column, signed))
+        if LANES == 8:
+            found = self.call("llvm.x86.avx2.psign.b", bytes_of, of_column.register, of_sign.register)
+            return Value(self.builder, found).seen_as(self.words)
+        opposite = constant(self.builder, bytes_of, 0) - of_column
+        found = self.builder.select(of_sign < 0, opposite.register, of_column.register)
+        return Value(self.builder, found).seen_as(self.words)
+
+    def _with_pairs(self, total: Value, unsigned: Value, signed: Value) -> Value:
+        """Return `total` plus the sums of two products of bytes, both in 16 bits, which they must fit."""
+        name = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}[LANES]
+        bytes_of = ir.VectorType(BYTE, 4 * LANES)
+        halves = ir.VectorType(HALF_WORD, 2 * LANES)
+        factors = [one.seen_as(bytes_of).register for one in (unsigned, signed)]
+        pairs = Value(self.builder, self.call(name, halves, *factors))
+        return (total.seen_as(halves) + pairs).seen_as(self.words)
+
+    def _sum_of_pairs(self, pairs: Value) -> Value:
+        """Return the sum of both halves of each lane, which are signed."""
+        name = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}[LANES]
+        halves = ir.VectorType(HALF_WORD, 2 * LANES)
+        ones = constant(self.builder, self.words, 0x00010001).seen_as(halves)
+        return Value(self.builder, self.call(name, self.words, pairs.seen_as(halves).register, ones.register))
 
     def _with_products(self, total: Value, unsigned: Value, signed: Value) -> Value:
         """Return `total` plus the products of four bytes with four bytes in each lane.
@@ -378,7 +422,7 @@ class _LoopOfBytes(_Loop):
         for place, total in enumerate(sums):
             row, across = divmod(place, ACROSS)
             scale = self._spread(words * self.rows + row, FLOAT)
-            own = total if DOT_OF_BYTES == "sdot" else total - offsets[across]
+            own = total if DOT_OF_BYTES == "sdot" or self.in_pairs else total - offsets[across]
             whole = own.in_floats(self.vector)
             finished.append(whole * scales[across] * scale)
         return finished
@@ -394,7 +438,7 @@ class _LoopOfNibbles(_LoopOfBytes):
     it is then multiplied by the scale and added to the sums of earlier groups. After the words of a group comes one
     word for each two columns: its lower half is the scale, a bfloat16, of a column in the first half of the panel, its
     upper half the scale of one in the second half. After the scales of the rows of x comes the correction for the
-    offset, per group and row.
+    offset, per group and row. The products of a group by "vpmaddubsw" are summed in 16 bits first, which they fit.
     """
 
     def _results(self) -> list[Value]:
@@ -407,9 +451,10 @@ class _LoopOfNibbles(_LoopOfBytes):
             of_words = self.stride * words
             first = group * (of_words + LANES)
             scales = self._scales(first + of_words)
-            whole: list[Value] = []
+            starts: list[Value] = []
             for row in range(self.rows):
-                whole += [self._spread(starts_at + group * self.rows + row)] * ACROSS
+                starts += [self._spread(starts_at + group * self.rows + row)] * ACROSS
+            whole = [self._zeros()] * len(starts) if self.in_pairs else starts
             for word in range(words):
                 both = self._panel_at(first + self.stride * word, self.words)
                 early = [nibbles & _LOWER for nibbles in both]
@@ -417,6 +462,8 @@ class _LoopOfNibbles(_LoopOfBytes):
                 step = group * GROUP + word * _STEPS_PER_NIBBLES
                 whole = self._added(whole, early, step)
                 whole = self._added(whole, late, step + self.steps_per_word)
+            if self.in_pairs:
+                whole = [start + self._sum_of_pairs(pairs) for start, pairs in zip(starts, whole, strict=True)]
             sums = []
             for start, total, scale in zip(loop.carried, whole, scales * self.rows, strict=True):
                 sums.append(self.fused(scale, total.in_floats(self.vector), start))
@@ -426,7 +473,8 @@ class _LoopOfNibbles(_LoopOfBytes):
 
     def _product(self, total: Value, spread: Value, column: Value) -> Value:
         """Return `total` plus the products of four signed bytes with four unsigned ones in each lane."""
-        return self._with_products(total, column, spread)
+        add = self._with_pairs if self.in_pairs else self._with_products
+        return add(total, column, spread)
 
     def _scales(self, index: Value) -> list[Value]:
         both = self.loaded(self.weights, index, self.words)
@@ -463,6 +511,8 @@ class _LoopOfBinaries(_LoopOfNibbles):
                 for word in range(words):
                     bits = self._panel_at(first + self.stride * (number * words + word), self.words)
                     whole = self._counted(whole, bits, loop.at * BINARY_GROUP + word * _STEPS_PER_BITS)
+                if self.in_pairs:
+                    whole = [self._sum_of_pairs(pairs) for pairs in whole]
                 sums = []
                 for start, total, scale in zip(loop.carried, whole, scales * rows, strict=True):
                     sums.append(self.fused(scale.seen_as(self.vector), total.in_floats(self.vector), start))
