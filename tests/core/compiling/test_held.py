@@ -64,6 +64,41 @@ def test_each_record_is_found_at_its_address():
         assert [one.y[0] for one in records] == [turn + 1] * 4
 
 
+@borrowed
+class Two(NamedTuple):
+    share: float
+    first: Part
+    y: Any
+    second: Part
+
+
+@step
+def sums_of_two(addresses, like):
+    found = np.empty((len(addresses), 3))
+    for place in range(len(addresses)):
+        two = held_at(addresses[place], like)
+        found[place, 0] = two.share
+        found[place, 1] = two.first.x.sum() * two.first.number
+        found[place, 2] = two.second.x.sum() * two.second.number
+        two.y[0] += 1
+    return found
+
+
+@pytest.mark.parametrize("shared", ["first", "second", "both"])
+def test_fields_shared_by_many_records_are_copied(shared):
+    parts = {"first": Part(np.arange(3.0), 7), "second": Part(np.arange(5.0), 2)}
+    kept = [Held(part, is_shared=True) for name, part in parts.items() if shared in (name, "both")]
+    records = [Two(number / 2, parts["first"], np.zeros(2), parts["second"]) for number in range(3)]
+    held = [Held(one) for one in records]
+    kept.clear()
+    gc.collect()
+    expected = [[number / 2, 3 * 7, 10 * 2] for number in range(3)]
+    assert sums_of_two(addresses_of(held), records[0]).tolist() == expected
+    assert [one.y[0] for one in records] == [1, 1, 1]
+    again = Held(records[0])  # nothing is shared any more
+    assert sums_of_two(addresses_of([again]), records[0]).tolist() == expected[:1]
+
+
 def test_records_of_other_types_are_refused():
     held = [Held(whole_of(1)), Held(whole_of(1)._replace(y=np.zeros(2, dtype=np.float32)))]
     if held[0].kind == held[1].kind:

@@ -6,14 +6,15 @@ Do not write comprehensions in functions that use `held_at`: numba would take re
 assignments to elements of their arrays.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 from jaxtyping import Int64
 
-from specbeam.core.compiling.compiler import AVAILABLE, compiled
+from specbeam.core.compiling.compiler import AVAILABLE, Array, compiled
+from specbeam.core.compiling.repeated import form_for
 
 if AVAILABLE:
     from llvmlite import ir
@@ -27,26 +28,71 @@ if AVAILABLE:
     from specbeam.core.compiling.borrowed import RecordKind
 
 _OWNERS = 2  # the first fields of numba's array structure: the memory's counter and the Python object that owns it
-_SIZES: dict[Any, int] = {}  # bytes of records, by fingerprint
+_LAYOUTS: dict[Any, "_Layout"] = {}  # by the kind of a held record
+_SHARED: "WeakValueDictionary[int, Held]" = WeakValueDictionary()  # by the id of a record that others contain
 _ALL: "WeakValueDictionary[int, Held]" = WeakValueDictionary()  # by address, for steps whose source Python runs
+
+
+class _Layout(NamedTuple):
+    """Where the parts of a record are in memory.
+
+    Attributes:
+        write: writes a record with empty tuples in place of its shared fields ("the rest") to an array of bytes, and returns
+            the array's address.
+        size: bytes of the record.
+        size_of_rest: bytes of the record without its shared fields.
+        of_rest: (offset in the record, offset in the rest, bytes) of each group of fields that are not shared.
+        of_shared: offset in the record of each shared field.
+    """
+
+    write: Callable[[Any, Array], int]
+    size: int
+    size_of_rest: int
+    of_rest: list[tuple[int, int, int]]
+    of_shared: list[int]
 
 
 class Held:
     """A borrowed record held in memory, with its address for `held_at`.
 
     The record and its arrays stay alive with this object. The contents of its arrays may change, its fields may not.
+
+    Args:
+        is_shared: whether many records have this one as a field. While this object lives, they copy its memory; otherwise
+            numba would read each of a model's eighty arrays for every session.
     """
 
-    def __init__(self, record: Any) -> None:
+    def __init__(self, record: Any, is_shared: bool = False) -> None:
         self.record = record
         self.address = id(record)
         self.kind: Any = type(record)
         if AVAILABLE:
-            self.kind = compute_fingerprint(record)
-            self._memory = np.zeros(_size_of(record, self.kind), dtype=np.uint8)
-            self.address = self._memory.ctypes.data
-            _write(record, self.address)
+            self._hold(record)
+        if is_shared:
+            _SHARED[id(record)] = self
         _ALL[self.address] = self
+
+    def _hold(self, record: Any) -> None:
+        """Write the record to memory of its own; fields that are held as shared are copied from theirs."""
+        found = [_SHARED.get(id(one)) if isinstance(one, tuple) else None for one in record]
+        held = [one for one in found if one is not None]
+        rest = record
+        if held:
+            rest = record._make(one if other is None else () for one, other in zip(record, found, strict=True))
+        self.kind = (compute_fingerprint(rest), *(one.kind for one in held))
+        layout = _LAYOUTS.get(self.kind)
+        if layout is None:
+            layout = _LAYOUTS[self.kind] = _layout_of(record, rest)
+        written = np.zeros(layout.size_of_rest, dtype=np.uint8)
+        self.address = layout.write(rest, written)
+        self._memory = written
+        if held:
+            self._memory = np.zeros(layout.size, dtype=np.uint8)
+            self.address = self._memory.ctypes.data
+            for start, start_in_rest, size in layout.of_rest:
+                self._memory[start : start + size] = written[start_in_rest : start_in_rest + size]
+            for start, one in zip(layout.of_shared, held, strict=True):
+                self._memory[start : start + len(one._memory)] = one._memory
 
 
 def addresses_of(records: Sequence[Held]) -> Int64[np.ndarray, " records"]:
@@ -114,19 +160,36 @@ if AVAILABLE:
             for number, one in enumerate(kind.types):
                 _forget_owners(context, builder, one, cgutils.gep_inbounds(builder, place, 0, number))
 
-    def _size_of(record: Any, kind: Any) -> int:
-        """Return the bytes of a record in memory.
+    def _layout_of(record: Any, rest: Any) -> _Layout:
+        """Return the layout of a record.
 
         Args:
-            kind: its fingerprint, the same for all records of a type.
+            rest: see `_Layout.write`.
         """
-        if kind not in _SIZES:
-            context = cpu_target.target_context
-            memory = context.data_model_manager[typeof(record)].memory
-            _SIZES[kind] = int(context.get_abi_sizeof(memory))
-        return _SIZES[kind]
+        context = cpu_target.target_context
+        target = context.target_data
+        memory = context.data_model_manager[typeof(record)].memory
+        memory_of_rest = context.data_model_manager[typeof(rest)].memory
+        of_rest: list[tuple[int, int, int]] = []
+        of_shared = []
+        for place, one in enumerate(record):
+            start = memory.get_element_offset(target, place)
+            if rest[place] is not one:
+                of_shared.append(start)
+                continue
+            start_in_rest = memory_of_rest.get_element_offset(target, place)
+            stop = start + memory.elements[place].get_abi_size(target)
+            if of_rest and start - start_in_rest == of_rest[-1][0] - of_rest[-1][1]:
+                start, start_in_rest, _ = of_rest.pop()
+            of_rest.append((start, start_in_rest, stop - start))
+        size = memory.get_abi_size(target)
+        size_of_rest = memory_of_rest.get_abi_size(target)
+        write = form_for(_write, (rest, np.zeros(size_of_rest, dtype=np.uint8)))
+        return _Layout(write, size, size_of_rest, of_rest, of_shared)
 
     @compiled
-    def _write(record: Any, address: int) -> None:
-        """Write a record to memory."""
+    def _write(record: Any, memory: Array) -> int:
+        """Write a record to memory, and return its address."""
+        address = memory.ctypes.data
         _copy_to(record, address)
+        return address

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from specbeam.core import compiling
 from specbeam.core.compiling.compiler import Array, address_of, borrowed
+from specbeam.core.compiling.held import Held
 from specbeam.core.ranked import WHOLE
 from specbeam.engines import families
 from specbeam.engines.arrays import Integers, LogitRows, Panels, States, Tapped, Vector, WindowSizes
@@ -267,6 +268,7 @@ class CompiledDecoder:
             logits_cap=np.float32(numbers.logits_cap),
             logits_bias=numbers_of(bias_of_tokens(model, shared)),
         )
+        self._held = [Held(self.model, is_shared=True)]  # kept alive, so that sessions copy them
 
     def store(self) -> PanelStore:
         """Return a new store for keys and values of this model."""
@@ -287,6 +289,7 @@ class CompiledDecoder:
         fewer = copy.copy(self)
         fewer.kinds = kinds
         fewer.model = self.model._replace(kinds=kinds)
+        fewer._held = [*self._held, Held(fewer.model, is_shared=True)]
         return fewer
 
     def forward(
@@ -446,7 +449,9 @@ class CompiledDecoder:
     def _no_exit(self) -> ExitWeights:
         """The placeholder for a missing exit layer, with the model's last norm for the logits of drafts."""
         none = layers_of_weights(self.weights, 0, 0)
-        return ExitWeights(none, self.last_norm, self.kinds[:0], -1)
+        exit_weights = ExitWeights(none, self.last_norm, self.kinds[:0], -1)
+        self._held.append(Held(exit_weights, is_shared=True))
+        return exit_weights
 
     def logits(self, x: States, norm: Float32[np.ndarray, " weight"] | None = None) -> LogitRows:
         """Return the logits of rows, given the output of the last layer.
