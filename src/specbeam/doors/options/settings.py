@@ -43,11 +43,7 @@ class Settings:
     config: "GenerationConfig | None" = None
 
     def __init__(self, **given: Any) -> None:
-        if given.get("decoder_input_ids") is not None:
-            given["decoder_input_ids"] = as_decoder_prompts(given["decoder_input_ids"])
-        if given.get("catalogue") is not None:
-            given["catalogue"] = catalogue(given["catalogue"])
-        self.values: Mapping[str, Any] = checked_values(given)
+        self.values: Mapping[str, Any] = checked_values(_in_one_form(given))
 
     def __getattr__(self, name: str) -> Any:
         if name == "values" or name not in self.values:
@@ -65,7 +61,9 @@ class Settings:
 
     def changed(self, **given: Any) -> "Settings":
         """Return a copy with other values for some options, without the generation config."""
-        return Settings(**{**self.values, **given})
+        copy = Settings.__new__(Settings)
+        copy.values = checked_values(_in_one_form(given), self.values)
+        return copy
 
     @property
     def form(self) -> Form | None:
@@ -234,6 +232,16 @@ class Settings:
         given = {name: self.values[name] for name in Truncation._fields if name in OPTIONS}
         kinds = Truncation._field_defaults
         return Truncation(**{name: type(kinds[name])(value) for name, value in given.items() if value is not None})
+
+
+def _in_one_form(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return given values, with decoder prompts as lists and a catalogue as `Catalogue`."""
+    values = dict(given)
+    if values.get("decoder_input_ids") is not None:
+        values["decoder_input_ids"] = as_decoder_prompts(values["decoder_input_ids"])
+    if values.get("catalogue") is not None:
+        values["catalogue"] = catalogue(values["catalogue"])
+    return values
 
 
 def as_decoder_prompts(given: Any) -> list[int] | list[list[int]]:

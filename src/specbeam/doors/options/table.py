@@ -11,6 +11,7 @@ logits processor (`GenerationOption.make`).
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, get_type_hints
 
 from specbeam.core.errors import BadSetting
@@ -154,8 +155,12 @@ class GenerationOption:
             checks.require(is_valid(value), self.name, value, expected)
 
 
-def checked_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of all options, completed by defaults.
+def checked_values(given: Mapping[str, Any], others: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the values of all options.
+
+    Args:
+        given: values to check, by name.
+        others: values that were checked before, by name. Options that are in neither have their defaults.
 
     Raises `BadSetting` for the first given option that is unknown or has a wrong value.
     """
@@ -164,9 +169,10 @@ def checked_values(given: Mapping[str, Any]) -> dict[str, Any]:
         near = hint(unknown[0], OPTIONS, aliases())
         known = near or f"; there are {', '.join(OPTIONS)}"
         raise BadSetting(f"generation has no option {', '.join(unknown)}{known}")
-    values = {name: option.default for name, option in OPTIONS.items()} | dict(given)
-    for name in given:
-        OPTIONS[name].check(values[name])
+    defaults = {name: option.default for name, option in OPTIONS.items()}
+    values = {**defaults, **others, **given}
+    for name, value in given.items():
+        OPTIONS[name].check(value)
     checks.check_forms(values)
     return values
 

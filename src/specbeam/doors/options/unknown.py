@@ -1,6 +1,7 @@
 """Errors for keyword arguments that a function of the door does not have, with the names that were probably meant."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from inspect import Parameter, signature
 from typing import Any
 
@@ -30,6 +31,7 @@ def check_names(
     given: Mapping[str, Any],
     methods: Sequence[str] = (),
     without: Sequence[str] = (),
+    further: Sequence[str] = (),
 ) -> None:
     """Raise `BadSetting`, with advice for each name, if a function has no such keyword arguments.
 
@@ -38,16 +40,24 @@ def check_names(
         given: its keyword arguments.
         methods: recipes whose settings are suggested, the preferred ones first; empty: the function takes no method.
         without: options of generation that the function has not.
+        further: options of the function that its signature does not name.
     """
-    own = [name for name, one in signature(function).parameters.items() if one.kind is not Parameter.VAR_KEYWORD]
-    known = [*own[1:], *(name for name in OPTIONS if name not in without)]
-    unknown = sorted(name for name in given if name not in known)
+    own = (*_own_names(function), *further)
+    unknown = sorted(name for name in given if name not in own and (name in without or name not in OPTIONS))
     if not unknown:
         return
+    known = [*own, *(name for name in OPTIONS if name not in without)]
     found = {name: _advice(name, given, known, methods) for name in unknown}
     listed = "; ".join(f"{name}{advice}" for name, advice in found.items())
     rest = "" if all(found.values()) else f"; it has {', '.join(known)}"
     raise BadSetting(f"{function.__name__}() has no option {listed}{rest}")
+
+
+@cache
+def _own_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a function's parameters, except the first and `**options`."""
+    parameters = list(signature(function).parameters.values())
+    return tuple(one.name for one in parameters[1:] if one.kind is not Parameter.VAR_KEYWORD)
 
 
 def _advice(name: str, given: Mapping[str, Any], known: Sequence[str], methods: Sequence[str]) -> str:
