@@ -216,11 +216,15 @@ def _memory_of(target: LM | None, draft: LM) -> OddsMemory:
     return _learnt(target, draft).odds
 
 
-def paces_of(target: LM | None, draft: LM) -> PaceMemory:
-    """Return the measured speeds of a pair's sessions with and without drafts, shared by all its methods."""
-    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, MEASURED):
+def paces_of(target: LM | None, draft: LM | None) -> PaceMemory:
+    """Return the measured speeds of a pair's sessions with and without drafts, shared by all its methods.
+
+    Args:
+        draft: the draft model; None: the drafts come without a model.
+    """
+    if not isinstance(target, HuggingFaceLM) or not (draft is None or isinstance(draft, MEASURED)):
         return PaceMemory()
-    return _learnt(target, draft).paces
+    return _learnt(target, draft or target).paces
 
 
 @dataclass(frozen=True)
@@ -232,6 +236,11 @@ class _Learnt:
 
 
 def _learnt(target: HuggingFaceLM, draft: HuggingFaceLM | HeadLM | SkippingLM) -> _Learnt:
+    """Return the statistics of a pair.
+
+    Args:
+        draft: the draft model; the target itself for drafts without a model.
+    """
     if draft not in target.learnt:
         if isinstance(draft, SkippingLM):
             named = [None, str(draft.settings)]

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Literal, get_args
 
 from specbeam.core.control.fixed import FixedShape
+from specbeam.core.control.pace import DraftsIfFaster
 from specbeam.core.draft.beams import BeamDrafter, NoDraft
 from specbeam.core.draft.items import ItemLevels
 from specbeam.core.draft.lookup import PromptLookup, SuffixMatch
@@ -13,7 +14,7 @@ from specbeam.core.errors import BadSetting, one_of
 from specbeam.core.lm import LM
 from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part
 from specbeam.core.verify.search import SearchRule
-from specbeam.recipes.depth import Depth, check_depth, depth_control, depth_of_trees
+from specbeam.recipes.depth import Depth, check_depth, depth_control, depth_of_trees, paces_of
 from specbeam.recipes.method import Build, Method, recipe, refuse_ignored, require_at_least_one
 
 DrafterName = Literal["model", "prompt_lookup", "suffix_match", "token_recycling", "items"]
@@ -127,7 +128,8 @@ def build_of_search(
         made = make_drafter(target, draft)
         control: Controller
         if depth == "auto" and drafter != "model":
-            control = depth_of_trees(target, made, beams, nodes_per_layer)
+            planned = depth_of_trees(target, made, beams, nodes_per_layer)
+            control = DraftsIfFaster(planned, type(made).__name__, paces_of(target, None))
         else:
             control = depth_control(depth, beams, draft_beams, target, draft, by_model, judge)
         return Parts(made, judge, control, law)

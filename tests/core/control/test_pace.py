@@ -24,6 +24,7 @@ from specbeam.core.control.pace import (
 )
 from specbeam.core.decode import decode
 from specbeam.core.decoder import Decoder
+from specbeam.core.draft.beams import NoDraft
 from specbeam.core.measure import saved_figures
 from specbeam.core.verify.walk import PathRule
 from specbeam.doors.options.settings import Settings
@@ -130,6 +131,25 @@ def test_a_session_whose_drafts_are_traced_does_not_rest(pair, monkeypatch):
         monkeypatch.setattr(session.parts.controller.paces, "enter", lambda kind: Phase(0, False, True))
         list(decode(pair.target, [session]))
         assert (session.count.draft_passes > 0) == trace
+
+
+@pytest.mark.remembers
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix_match", "token_recycling"])
+def test_drafts_of_beams_without_a_model_are_left_out_if_slower(drafter, pair, monkeypatch):
+    """All calls share what earlier ones measured."""
+    methods = [sb.speculative_beam_search(4, drafter=drafter) for _ in range(2)]
+    paces, others = [method.parts(pair.target, None).controller.paces for method in methods]
+    assert paces is others
+    prompts = [[3, 1, 4, 3, 1, 4]]
+    (drafted,) = Request.of(pair, prompts, methods[0], Settings.given({"max_new_tokens": 4})).sessions
+    list(decode(pair.target, [drafted]))
+    assert not isinstance(drafted.parts.drafter, NoDraft)
+    monkeypatch.setattr(paces, "enter", lambda kind: Phase(0, False, True))
+    monkeypatch.setattr(paces, "leave", lambda *arguments: None)
+    (undrafted,) = Request.of(pair, prompts, methods[1], Settings.given({"max_new_tokens": 4})).sessions
+    list(decode(pair.target, [undrafted]))
+    assert isinstance(undrafted.parts.drafter, NoDraft)
+    assert next(undrafted.hypotheses()).tokens == next(drafted.hypotheses()).tokens
 
 
 @pytest.mark.remembers
