@@ -3,12 +3,15 @@
 Scenes: flood (one key sends requests of 64 prompts), silent (connections that send nothing), bodies (of 1 MiB), bombs
 (regular expressions, schemas and grammars that are expensive to compile or to follow). The other client sends one short
 request after the other, before the attack (idle) and during it. Prints a line of JSON per scene: the other client's waiting
-times, in the queue and to the answer, the times of /health, and how both were answered.
+times, in the queue, of decoding and to the answer, the times of /health, and how both were answered. The attacker is a
+process of low priority, for it stands for other machines.
 """
 
 import argparse
 import http.client
 import json
+import multiprocessing
+import os
 import re
 import socket
 import statistics
@@ -65,7 +68,7 @@ class Bystander(threading.Thread):
         self.port = port
         self.is_over = threading.Event()
         self.statuses = Counter()
-        self.answer_s, self.queue_s, self.health_s = [], [], []
+        self.answer_s, self.queue_s, self.decoding_s, self.health_s = [], [], [], []
 
     def run(self):
         while not self.is_over.is_set():
@@ -74,13 +77,16 @@ class Bystander(threading.Thread):
             if status == 200:
                 self.answer_s.append(seconds)
                 self.queue_s.append(found["metrics"]["queue_time_ms"] / 1000)
+                self.decoding_s.append(found["metrics"]["generation_time_ms"] / 1000)
             status, seconds, _ = asked(self.port, "", None, "/health", "GET")
             self.statuses[f"health {status}"] += 1
             self.health_s.append(seconds)
 
     def figures(self):
         """Median, 99 % and maximum of each time in seconds, and the statuses."""
-        times = {"answer_s": self.answer_s, "queue_s": self.queue_s, "health_s": self.health_s}
+        times = {
+            "answer_s": self.answer_s, "queue_s": self.queue_s, "decoding_s": self.decoding_s, "health_s": self.health_s,
+        }  # fmt: skip
         return {name: three_of(values) for name, values in times.items()} | {"statuses": dict(self.statuses)}
 
 
@@ -91,17 +97,32 @@ def three_of(values):
     return [round(one, 4) for one in (statistics.median(values), statistics.quantiles(values, n=100)[-1], max(values))]
 
 
-def noticed(port, attack, seconds):
-    """What a bystander notices during an attack, and how the attack was answered."""
+def noticed(port, scene, seconds, count):
+    """What a bystander notices during an attack, and how the attack was answered; without a scene, while there is none."""
     one = Bystander(port)
     one.start()
-    end = time.monotonic() + seconds
-    answered = attack(end)
-    while time.monotonic() < end:
-        time.sleep(0.05)
+    answered = {}
+    if scene:
+        fresh = multiprocessing.get_context("spawn")
+        here, there = fresh.Pipe(duplex=False)
+        attacker = fresh.Process(target=attack, args=(scene, port, seconds, count, there))
+        attacker.start()
+        answered = here.recv()
+        attacker.join()
+    else:
+        time.sleep(seconds)
     one.is_over.set()
     one.join()
-    return one.figures(), dict(answered)
+    return one.figures(), answered
+
+
+def attack(scene, port, seconds, count, answered):
+    """Attack for some seconds, and send how it was answered."""
+    os.nice(19)
+    end = time.monotonic() + seconds
+    statuses = ATTACKS[scene](port, end, count)
+    time.sleep(max(end - time.monotonic(), 0))
+    answered.send(dict(statuses))
 
 
 def sends_all(port, bodies, end, again):
@@ -145,38 +166,42 @@ def silent(port, count, end):
     return statuses
 
 
+ATTACKS = {
+    "flood": lambda port, end, _: sends_all(port, [MANY] * 8, end, again=True),
+    "silent": lambda port, end, count: silent(port, count, end),
+    "bodies": lambda port, end, _: sends_all(port, LARGE * 2, end, again=False),
+    "bombs": lambda port, end, _: sends_all(port, BOMBS, end, again=False),
+}
+
+
 def started(folder, options):
     """Start a server with two keys; return its process and port."""
     keys = Path(folder) / "keys.txt"
     keys.write_text("attacker attacker-key\nother other-key\n")
     command = [sys.executable, "-m", "specbeam", "serve", "--port", "0", "--api-key-file", str(keys), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    said = []
     for line in process.stderr:
+        said.append(line)
         if found := re.search(r"at http://127\.0\.0\.1:(\d+) ", line):
             threading.Thread(target=process.stderr.read, daemon=True).start()
             return process, int(found.group(1))
-    raise SystemExit("the server did not start")
+    raise SystemExit(f"the server did not start; it said:\n{''.join(said)}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("scenes", nargs="*", default=["flood", "silent", "bodies", "bombs"])
+    parser.add_argument("scenes", nargs="*", default=[*ATTACKS])
     parser.add_argument("--seconds", type=float, default=20.0, help="length of each scene")
     parser.add_argument("--silent", type=int, default=5000, help="number of silent connections")
     given, options = parser.parse_known_args()
-    attacks = {
-        "flood": lambda port, end: sends_all(port, [MANY] * 8, end, again=True),
-        "silent": lambda port, end: silent(port, given.silent, end),
-        "bodies": lambda port, end: sends_all(port, LARGE * 2, end, again=False),
-        "bombs": lambda port, end: sends_all(port, BOMBS, end, again=False),
-    }
     with tempfile.TemporaryDirectory() as folder:
         process, port = started(folder, options)
         try:
-            noticed(port, lambda end: {}, 3.0)  # compiles what the bystander needs
+            noticed(port, "", 3.0, 0)  # compiles what the bystander needs
             for scene in given.scenes:
-                idle, _ = noticed(port, lambda end: {}, given.seconds / 2)
-                during, answered = noticed(port, lambda end, scene=scene: attacks[scene](port, end), given.seconds)
+                idle, _ = noticed(port, "", given.seconds / 2, 0)
+                during, answered = noticed(port, scene, given.seconds, given.silent)
                 print(json.dumps({"scene": scene, "idle": idle, "during": during, "attack": answered}), flush=True)
         finally:
             process.terminate()

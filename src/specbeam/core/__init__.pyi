@@ -29,6 +29,7 @@ from specbeam.core.session import Drafter as Drafter
 from specbeam.core.session import Rule as Rule
 from specbeam.core.session import Session as Session
 from specbeam.core.steps import step as step
+from specbeam.core.threads import allowed_threads as allowed_threads
 from specbeam.core.whole_files import delete_leftovers as delete_leftovers
 from specbeam.core.whole_files import whole as whole
 from specbeam.core.whole_files import whole_files_in as whole_files_in

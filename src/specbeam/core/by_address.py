@@ -142,7 +142,7 @@ def _inputs() -> RunInputs:
     widths = AnyWidths(0, (0, 0))
     spec = RunSpec(plan, _DRAFTS, False, rule, widths, stop, NO_EDITS, 0, _FLAGS, 0, 0, WHOLE, False)
     ended = room_for_ended(1, 1)
-    room = RunRoom(_TEXTS, _FINISHED, ended, _INTS, _EVIDENCE, NO_ROWS, _INTS, _INTS, _INTS)
+    room = RunRoom(_TEXTS, _FINISHED, ended, _INTS, _EVIDENCE, NO_ROWS, _INTS, _INTS, _INTS, _INTS)
     return RunInputs(_CACHE, _CACHE, spec, room, _DICE, 0)
 
 

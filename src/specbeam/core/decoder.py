@@ -5,7 +5,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -14,6 +14,7 @@ from specbeam.core.compiling.forms import forms_made
 from specbeam.core.compiling.interrupts import hold_interrupts
 from specbeam.core.draft.batch import close_drafters, fill_drafters, models_of
 from specbeam.core.draft.beams import NoDraft
+from specbeam.core.early_end import EarlyEnd
 from specbeam.core.errors import Cancelled, NotSupported, SpecbeamError
 from specbeam.core.guard import ThreadGuard
 from specbeam.core.lm import LM, check_gives, check_takes, fill_prompts
@@ -43,6 +44,7 @@ class Decoder:
     Attributes:
         is_last: whether no further session will be added, so that nobody waits for the place of one that is over. Then
             compiled runs go on until all of their sessions are over.
+        early_end: ends the compiled runs of a step after a turn; any thread may ask for it at any time.
     """
 
     def __init__(self, target: LM, at_once: int = 32, ahead: int = 0, filling: int = 1) -> None:
@@ -51,6 +53,7 @@ class Decoder:
         self.ahead = ahead
         self.at_once_filling = filling
         self.is_last = False
+        self.early_end = EarlyEnd()
         self.waiting: deque[Session] = deque()
         self.filling: list[Session] = []  # their prompts are being stored
         self.live: list[Session] = []  # they are being decoded
@@ -70,6 +73,7 @@ class Decoder:
         keeps = keeps_nodes(self.target, session.parts)
         self._hold(models)  # after all checks: the guards are dropped when the last session is over
         session.keeps_nodes = keeps
+        session.early_end = self.early_end
         self.waiting.append(session)
 
     def cancel(self, session: Session, error: SpecbeamError | None = None) -> bool:
@@ -103,10 +107,13 @@ class Decoder:
         """Whether any session is not finished."""
         return bool(self.waiting or self.filling or self.live)
 
-    def step(self) -> Turns:
+    def step(self, moving: Sequence[Session] | None = None) -> Turns:
         """Take one turn of each live session, and store one chunk of long prompts; return the turns.
 
         The turns of compiled runs are not returned. Finished sessions are removed.
+
+        Args:
+            moving: the sessions that take turns if they are live, in this order; None: all.
         """
         with self._exclusive(), hold_interrupts(), self._threads():
             self._let_in()
@@ -114,8 +121,11 @@ class Decoder:
             forms = forms_made()
             if self.filling:
                 self._fill()
-            done = self._turns() if self.live else []
-            under_way = [*self.filling, *self.live]
+            asked = self.live if moving is None else moving
+            live = [session for session in asked if session in self.live]
+            done = self._turns(live) if live else []
+            self.early_end.forget()
+            under_way = [*self.filling, *live]
             seconds = time.perf_counter() - began if forms_made() == forms else math.nan
             for session in under_way:
                 session.count.seconds += seconds / len(under_way)
@@ -205,21 +215,21 @@ class Decoder:
         self.live += [session for session in ready if session.failure is None]
         self._close([session for session in ready if session.failure is not None])
 
-    def _turns(self) -> Turns:
+    def _turns(self, live: list[Session]) -> Turns:
         if not self.ahead or self.filling:
-            return turns(self.target, self.live)
-        moved = self._run()
-        rest = [session for session in self.live if session not in moved]
+            return turns(self.target, live)
+        moved = self._run(live)
+        rest = [session for session in live if session not in moved]
         return turns(self.target, rest) if rest else []
 
-    def _run(self) -> list[Session]:
+    def _run(self, live: list[Session]) -> list[Session]:
         """Take several turns of each session that supports compiled runs. Returns the sessions that took turns or failed."""
         with span("settle"):
-            if len(self.live) > 1:
-                moved = run_side_by_side(self.target, self.live, self.ahead)
-                rest = [session for session in self.live if session not in moved]
+            if len(live) > 1:
+                moved = run_side_by_side(self.target, live, self.ahead)
+                rest = [session for session in live if session not in moved]
                 return moved + run_together(self.target, rest, self.ahead, self.is_last)
-            (session,) = self.live
+            (session,) = live
             ran = True  # stays true if the session fails
             with session.failing_alone():
                 ran = run_ahead(self.target, session, self.ahead)

@@ -93,16 +93,17 @@ def finish_turn(
 ) -> tuple[Beams, Start, bool, bool]:
     """Settle and count a turn that was decided.
 
-    Returns the live beams, the start of the next turn, whether the session is over, and whether Python stops the run.
+    Returns the live beams, the start of the next turn, whether the session is over, and whether the run is to end.
     """
     began = cycles()
     room.finished.held[0] = mark.finished  # settling adds the scores again, with their texts
     live, start = settle_run_turn(target, draft, spec, turn, room)
     count_turn(room, turn, mark.nodes, mark.was_waiting)
     over = is_session_over(room.finished, spec.stop, live.scores, room.texts.sizes[LENGTH])
-    stops = False
+    stops = room.asked[0] != 0
     if spec.moved != 0:
-        stops = call_back(spec.moved, (live.tokens.ctypes.data, len(live.tokens), over, 0, 0, 0, 0, 0)) != 0
+        failed = call_back(spec.moved, (live.tokens.ctypes.data, len(live.tokens), over, 0, 0, 0, 0, 0)) != 0
+        stops = stops or failed
     turn.spans[SETTLE] = cycles() - began
     for part in range(len(turn.spans)):
         room.cycles[part] += turn.spans[part]
@@ -114,6 +115,8 @@ def run_turns(
     target: Any, draft: Any, spec: RunSpec, live: Beams, start: Start, room: RunRoom, turns: int, dice: Any
 ) -> tuple[Beams, Start, int]:
     """Run up to `spec.most_turns` turns, until the session is over or the next turn exceeds the buffers or has no law.
+
+    Ends earlier if it is asked to (`RunRoom.asked`).
 
     Returns the live beams, the start of the next turn, and SOUND; or, if the last turn was undone because Python has to take
     it, BROKEN, or LOOK if Python only has to look for stop strings.

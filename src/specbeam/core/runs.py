@@ -297,6 +297,9 @@ class Run:
             self.live, self.start, self.condition = run_turns(
                 parts.target, parts.draft, parts.spec, self.session.beams, self.start, self.room, turns, self.dice
             )
+        early_end = self.session.early_end
+        if early_end.follows_ends and self.is_over:
+            early_end.ask()
 
     def job(self, caches: list[Any]) -> "HeldRun":
         """Return the run as one of many in `run_turns_together`."""
@@ -542,7 +545,8 @@ def _take_together(ready: Sequence[tuple[Run, list[Any]]], most_turns: int, to_t
             turns = max(1, int(PATIENCE / max(spent, 1e-6) * min(turns, left + turns)))
             running = [(run, job) for run, job in running if not run.is_over]
             ends = not running or (len(running) < len(runs) and not to_the_end)
-            if ends or any(run.is_held_up for run in runs) or time.perf_counter() - began > PATIENCE:
+            is_asked = ready[0][0].session.early_end.is_asked
+            if ends or is_asked or any(run.is_held_up for run in runs) or time.perf_counter() - began > PATIENCE:
                 break
     count_shared_passes([run.room.numbers for run in taking_part])
     cycles_of_all = sum((run.room.cycles for run in taking_part), np.zeros(len(PARTS), dtype=np.int64))
@@ -638,6 +642,7 @@ def _room_for(spec: RunSpec, session: Session, vocab: int) -> RunRoom:
         numbers=np.zeros(12, dtype=np.int64),
         passed=np.zeros(SPAN, dtype=np.int64),
         cycles=np.zeros(5, dtype=np.int64),
+        asked=session.early_end.asked,
     )
 
 

@@ -30,6 +30,7 @@ from specbeam.core.beams import (
     settle_turn,
 )
 from specbeam.core.dice import Dice
+from specbeam.core.early_end import EarlyEnd
 from specbeam.core.errors import BadSetting, BrokenLaw, BrokenPart, LostLaw, SpecbeamError
 from specbeam.core.forest import NO_KNOWN_ROWS, Forest, Start, next_start, scored_rows_of, start_of_roots
 from specbeam.core.laws.named import UNKNOWN
@@ -243,6 +244,7 @@ class Session:
         before: the tokens before the new ones, as logits processors see them: padding and prompt, int64[n].
         start: the beginning of the next turn's forest: the roots, and nodes that are kept from earlier turns.
         keeps_nodes: whether nodes are kept from turn to turn; see `keeps_nodes`.
+        early_end: ends its compiled runs early; its decoder sets it.
         context: further inputs by model, passed to its engine as they are. For models of transformers these are keyword
             arguments of the forward, tensors with a first dimension of 1 (the states of an encoder).
         read: tokens of a source in the decoder's vocabulary, so that drafts may copy from them.
@@ -273,6 +275,7 @@ class Session:
         self.beams = Beams.start(prompt[-1], self.dice.key)
         self.start = Start(self.beams.tokens, np.array([-1]), NO_KNOWN_ROWS)
         self.keeps_nodes = False
+        self.early_end = EarlyEnd()
         self.texts = room_for_texts(None, 1, 64)
         self.pad([])
         self.ended: list[Ended] = []

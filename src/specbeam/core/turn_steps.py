@@ -109,6 +109,7 @@ class RunRoom(NamedTuple):
     numbers: Array
     passed: Array  # int64[SPAN]: how often the layer of each depth passed
     cycles: Array  # int64[5], by `PARTS`
+    asked: Array  # int64[1]: not 0 if the run is to end after its turn; see `EarlyEnd`
 
 
 @step

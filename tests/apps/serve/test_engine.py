@@ -319,7 +319,7 @@ def test_what_breaks_the_decoder_costs_those_inside_and_nobody_later(pair, monke
     with Engine(pair, LIMITS) as engine:
         step = Decoder.step
 
-        def fail_once(decoder):
+        def fail_once(decoder, moving):
             monkeypatch.setattr(Decoder, "step", step)
             raise MemoryError("no room")
 
@@ -401,7 +401,7 @@ def test_a_step_with_more_jobs_than_before_takes_fewer_turns(pair):
     turns = []
     for count in (1, 4):
         engine.inside = [Job(session, lambda job: None) for _ in range(count)]
-        turns.append(engine._turns_ahead())
+        turns.append(engine._turns_ahead(count))
     assert turns == [10, 2]
 
 

@@ -57,6 +57,7 @@ from specbeam.apps.serve.mapping import (
     prompt_ids,
 )
 from specbeam.apps.serve.metrics import ServerMetrics
+from specbeam.apps.serve.pacing import RefusalPace
 from specbeam.apps.serve.pools import KeyedPool, Pools
 from specbeam.apps.serve.protocol import (
     Body,
@@ -178,6 +179,7 @@ class BeamServer:
         )
         compilation_watch()  # counts from now on
         self._shown: set[Asking] = set()  # requests whose turns are shown or audited
+        self.pace = RefusalPace(time.monotonic)
         self._new: dict[str, deque[float]] = {}  # by key, the times of its latest requests with new method settings
         self._service_s = 1.0  # moving average of the seconds per text
 
@@ -722,11 +724,15 @@ def make_app(server: BeamServer) -> Any:
         title="specbeam", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
 
-    def refused(http: Request, error: Exception) -> JSONResponse:
+    async def refused(http: Request, error: Exception) -> JSONResponse:
         refusal = refusal_of(error)
         if refusal.status >= 500 and not isinstance(error, Refusal):
             LOG.error("request %s failed", http.scope["state"]["number"], exc_info=error)
-        http.scope["state"]["note"]["error"] = refusal.code
+        note = http.scope["state"]["note"]
+        note["error"] = refusal.code
+        if refusal.status in (401, 429):
+            address = "" if http.client is None else http.client.host
+            await asyncio.sleep(server.pace.delay(note.get("key") or address))
         return refusal.response()
 
     def strange(http: Request, error: Exception) -> JSONResponse:

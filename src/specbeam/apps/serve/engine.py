@@ -17,7 +17,8 @@ from specbeam import Generation, Method, Pair
 from specbeam.apps.serve.buckets import SECONDS, Buckets
 from specbeam.apps.serve.line import Line
 from specbeam.apps.serve.scoring import TokenScore, score_texts
-from specbeam.core import LM, TURNS, Decoder, Session, Turn, close_search
+from specbeam.apps.serve.turn_shares import next_jobs
+from specbeam.core import LM, TURNS, Decoder, Session, Turn, allowed_threads, close_search
 from specbeam.core.draft import most_nodes
 from specbeam.doors import CallPlan, Request, Settings, in_prompt_order, joules_now, resolved_method, settled_tokens
 from specbeam.errors import Cancelled, SpecbeamError, TimedOut
@@ -108,6 +109,7 @@ class Job:
         is_queued: whether the job counts as waiting.
         gives_way: whether the request is to be refused in favour of another key, unless it starts before.
         rows, length, moved: rows and length of its session at the last step, and the time of its last progress.
+        last_step: the number of the engine's last step in which it took turns.
     """
 
     session: Session
@@ -138,6 +140,7 @@ class Job:
     rows: int = 0
     length: int = 0
     moved: float = 0.0
+    last_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -255,6 +258,8 @@ class Engine:
                 job.is_queued = True
                 self._queue_of.setdefault(job.key, {})[job] = None
             self._inbox.append(lambda: self._take(jobs))
+            if len(self.inside) < self.limits.max_running:
+                self._decoder.early_end.ask()
             self._condition.notify()
 
     def check_room(self, key: str, count: int) -> None:
@@ -551,6 +556,7 @@ class Engine:
                 self.last_beat = time.monotonic()
             orders = [*self._inbox]
             self._inbox.clear()
+            self._decoder.early_end.forget()  # who asked for it is served now
         self._obey(orders)
 
     def _obey(self, orders: Sequence[Callable[[], Any]]) -> None:
@@ -640,8 +646,7 @@ class Engine:
         weights = self._line.weights
         if len(weights) < 2:
             return most
-        recent = time.monotonic() - ACTIVE_S
-        active = {other for other, last in self._last_job.items() if last > recent} | {*self._line.clocks, key}
+        active = self._recent_keys() | {*self._line.clocks, key}
         if len(active) == 1:
             return max(most - max(most // 8, 1), 1)
         whole = sum(weights.get(other, 1.0) for other in active)
@@ -650,20 +655,24 @@ class Engine:
     def _step(self) -> None:
         """Take a step of the decoder, and report the progress of each job."""
         decoder = self._decoder
-        decoder.ahead = self._turns_ahead()
+        moving = self._moving()
+        decoder.ahead = self._turns_ahead(len(moving))
+        decoder.early_end.follows_ends = len({job.key for job in self.inside}) > 1
         before = [job.session.count.target_passes for job in self.inside]
         began = time.monotonic()
         joules = joules_now()
-        shown = decoder.step()
+        shown = decoder.step([job.session for job in moving])
         seconds = time.monotonic() - began
         self.counts.steps += 1
+        for job in moving:
+            job.last_step = self.counts.steps
         self.counts.step_seconds += seconds
         self._share_energy(joules)
         turns = [job.session.count.target_passes - earlier for job, earlier in zip(self.inside, before, strict=True)]
         most = max(turns, default=0)
         if most > 0:
-            self._turn_s = 0.5 * self._expected_turn_s(len(before)) + 0.5 * seconds / most
-            self._turn_jobs = len(before)
+            self._turn_s = 0.5 * self._expected_turn_s(len(moving)) + 0.5 * seconds / most
+            self._turn_jobs = len(moving)
             self.counts.turn_seconds.add(seconds / most, most)
         passes_of = dict(zip(self.inside, turns, strict=True))
         by_session = {job.session: job for job in self.inside}
@@ -671,17 +680,33 @@ class Engine:
             self._each([by_session[session]], partial(_show, turn=turn))
         self._each([*self.inside], lambda job: self._look_at(job, passes_of[job]))
 
+    def _moving(self) -> list[Job]:
+        """Return the jobs that take turns in the next step, in order.
+
+        Small models decode jobs side by side, so that the jobs of one key slow down the others. Passes of larger models,
+        which all jobs share, cost little more for more of them, so all take part.
+        """
+        if not getattr(self.pair.target, "is_small", False):
+            return [*self.inside]
+        line = self._line
+        return next_jobs(self.inside, line.clocks, line.weights, self._recent_keys(), allowed_threads())
+
+    def _recent_keys(self) -> set[str]:
+        """Return the keys whose last job ended a short time ago."""
+        recent = time.monotonic() - ACTIVE_S
+        return {key for key, last in self._last_job.items() if last > recent}
+
     def _stored_in(self, lm: Any) -> int:
         """Return the number of tokens in the KV cache of a model for the running jobs."""
         if not hasattr(lm, "held"):
             return 0
         return sum(lm.held(job.session) for job in self.inside if lm in job.session.state)
 
-    def _turns_ahead(self) -> int:
-        """Return the number of turns to run per step, within `DELAY_S`; 0 if any job shows its turns."""
+    def _turns_ahead(self, moving: int) -> int:
+        """Return the number of turns of `moving` jobs to run per step, within `DELAY_S`; 0 if any job shows its turns."""
         if any(job.see is not None for job in self.inside):
             return 0
-        return min(max(int(DELAY_S / max(self._expected_turn_s(len(self.inside)), 1e-5)), 1), TURNS)
+        return min(max(int(DELAY_S / max(self._expected_turn_s(moving), 1e-5)), 1), TURNS)
 
     def _expected_turn_s(self, jobs: int) -> float:
         """Return the expected seconds of a turn of `jobs` jobs, in proportion if there are more than in the last step."""
