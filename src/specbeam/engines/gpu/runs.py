@@ -27,29 +27,21 @@ from specbeam.core.passes import (
     Asked,
     extend_all,
     extend_ranked,
-    has_pending,
-    has_room_for,
-    rewind,
-    runs_layers,
-    settle_target,
     whole_rows_again,
 )
 from specbeam.core.ranked import WHOLE, Listing, Ranked, are_whole, room_for_listing, whole_rows
 from specbeam.engines.arrays import Integers
 from specbeam.engines.gpu.graphs import shape_for_sizes
 from specbeam.engines.gpu.staging import Inputs, ModelLimits, Staging, mask_bytes, write_rows
+from specbeam.engines.kv.runs import over_trie
 from specbeam.engines.kv.steps import (
     BLOCK,
-    KNOWN,
     SIZE,
     STORED,
     Trie,
     are_feedable,
     enter,
     feed_slots,
-    has_room,
-    prune,
-    settle,
     stored_among,
 )
 
@@ -63,6 +55,7 @@ _FLOAT = ctypes.c_float
 _SUMS = 6  # words of a list before its tokens: norm, warm norm and rest as float64
 
 
+@over_trie
 @borrowed
 class GpuRun(NamedTuple):
     """A session's cache in a model on a GPU as arrays for compiled runs, with capacity for everything that they store."""
@@ -253,44 +246,6 @@ def score_gpu_again(cache: GpuRun, known: Ranked, nodes: Array) -> Ranked:
     if not run_written(cache, rows, 1, rows, len(nodes), byte, found):
         raise RuntimeError("a pass on the GPU failed")
     return whole_rows(found)
-
-
-@has_room_for.of(GpuRun)
-@compiled
-def gpu_run_has_room(cache: GpuRun, fresh: int, beams: int) -> bool:
-    """Return whether the trie has capacity for a turn; see `has_room_for`."""
-    return has_room(cache.trie, fresh, beams)
-
-
-@has_pending.of(GpuRun)
-@compiled
-def gpu_run_has_pending(cache: GpuRun) -> bool:
-    """Return whether the trie has pending nodes; see `has_pending`."""
-    return cache.trie.counts[SIZE] > cache.trie.counts[STORED]
-
-
-@runs_layers.of(GpuRun)
-@compiled
-def gpu_run_runs_layers(cache: GpuRun, nodes: int) -> bool:
-    """Return whether nodes are new or pending; see `runs_layers`."""
-    counts = cache.trie.counts
-    return counts[SIZE] > counts[STORED] or nodes > counts[KNOWN]
-
-
-@settle_target.of(GpuRun)
-@compiled
-def settle_gpu_run(
-    cache: GpuRun, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array, kept: Array
-) -> None:
-    """Keep the paths to the surviving beams and to kept nodes, and free the rest; see `settle_target`."""
-    settle(cache.trie, tree, nodes, tokens, parents, kept)
-
-
-@rewind.of(GpuRun)
-@compiled
-def rewind_gpu_run(cache: GpuRun, nodes: int) -> None:
-    """Restore the cache to the beginning of the turn; see `rewind`."""
-    prune(cache.trie, cache.trie.local[:nodes].copy())
 
 
 class RunPasses:

@@ -35,18 +35,14 @@ TIMEOUT_S = 30.0
 class Channel:
     """Sends the operations of rank 0 to the other ranks of the default group, in arrays of integers.
 
-    If a rank is lost, the job ends: each other rank prints a message and exits with code 1, within the timeout. When idle,
-    rank 0 sends keep-alive messages three times per timeout.
-
-    Args:
-        timeout_s: seconds for which a rank waits for another one.
+    If a rank is lost, the job ends: each other rank prints a message and exits with code 1, within `TIMEOUT_S`. When idle,
+    rank 0 sends keep-alive messages three times in that time.
     """
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self) -> None:
         self.rank = dist.get_rank()
-        self._timeout_s = timeout_s
         # A group of its own: messages are on the host, but the model's tensors may be on GPUs.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
         self._lock = threading.Lock()
         self._last = time.monotonic()
         self._ended = threading.Event()
@@ -93,8 +89,8 @@ class Channel:
             self.send(END)
 
     def _stay_awake(self) -> None:
-        while not self._ended.wait(self._timeout_s / 6):
-            if time.monotonic() - self._last > self._timeout_s / 3:
+        while not self._ended.wait(TIMEOUT_S / 6):
+            if time.monotonic() - self._last > TIMEOUT_S / 3:
                 self.send(AWAKE)
 
 

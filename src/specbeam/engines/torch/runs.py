@@ -17,27 +17,17 @@ from specbeam.core.passes import (
     Asked,
     extend_all,
     extend_ranked,
-    has_pending,
-    has_room_for,
-    rewind,
-    runs_layers,
-    settle_target,
     whole_rows_again,
 )
 from specbeam.core.ranked import WHOLE, Listing, Ranked, are_whole, no_lists, room_for_listing, whole_rows
 from specbeam.core.scored_by_call import JOB, CalledRows, CallJob, called_rows, part_of_rows, rows_by_call
 from specbeam.core.steps import Array, borrowed, step
 from specbeam.engines.arrays import Integers
+from specbeam.engines.kv.runs import over_trie
 from specbeam.engines.kv.steps import (
-    KNOWN,
-    SIZE,
-    STORED,
     Trie,
     are_feedable,
     enter,
-    has_room,
-    prune,
-    settle,
 )
 from specbeam.engines.torch.ranking import on_host, plain_settings, ranked_by_topk
 
@@ -48,6 +38,7 @@ if TYPE_CHECKING:
 ANY_POSITION = 1 << 30  # of models without a limit
 
 
+@over_trie
 @borrowed
 class PaddedRun(NamedTuple):
     """A session's cache in a model that transformers runs, with capacity for everything that a run stores."""
@@ -137,44 +128,6 @@ def score_padded_again(cache: PaddedRun, known: Ranked, nodes: Array) -> Ranked:
     write_job(jobs[0], cache, nodes, np.empty(0, dtype=np.uint64))
     rows = rows_by_call(cache.run_at, jobs, len(nodes), no_lists(cache.listing), cache.vocab)
     return whole_rows(rows.logits)
-
-
-@has_room_for.of(PaddedRun)
-@step
-def padded_run_has_room(cache: PaddedRun, fresh: int, beams: int) -> bool:
-    """Return whether the trie has capacity for a turn; see `has_room_for`."""
-    return has_room(cache.trie, fresh, beams)
-
-
-@has_pending.of(PaddedRun)
-@step
-def padded_run_has_pending(cache: PaddedRun) -> bool:
-    """Return whether the trie has pending nodes; see `has_pending`."""
-    return cache.trie.counts[SIZE] > cache.trie.counts[STORED]
-
-
-@runs_layers.of(PaddedRun)
-@step
-def padded_run_runs_layers(cache: PaddedRun, nodes: int) -> bool:
-    """Return whether nodes are new or pending; see `runs_layers`."""
-    counts = cache.trie.counts
-    return counts[SIZE] > counts[STORED] or nodes > counts[KNOWN]
-
-
-@settle_target.of(PaddedRun)
-@step
-def settle_padded_run(
-    cache: PaddedRun, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array, kept: Array
-) -> None:
-    """Keep the paths to the surviving beams and to kept nodes, and free the rest; see `settle_target`."""
-    settle(cache.trie, tree, nodes, tokens, parents, kept)
-
-
-@rewind.of(PaddedRun)
-@step
-def rewind_padded_run(cache: PaddedRun, nodes: int) -> None:
-    """Restore the cache to the beginning of the turn; see `rewind`."""
-    prune(cache.trie, cache.trie.local[:nodes].copy())
 
 
 class PaddedRuns:
