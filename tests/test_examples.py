@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import specbeam as sb
 from specbeam.models.pair import BUNDLED
@@ -55,3 +56,18 @@ def test_speeds_are_compared(monkeypatch, capsys):
     what, theirs, ours = next(iter(found["duels"](pair)))
     first, second = found["speed"](pair, [theirs, ours], rows, repeats=1)
     assert what in found["row"](what, first, second)
+
+
+@pytest.mark.parametrize("stride", [16, 64])
+def test_each_word_of_a_held_out_book_is_scored_once_behind_what_its_window_holds(stride, monkeypatch):
+    books = loaded("remember/books.py", monkeypatch)
+    model = books["new_model"](0).eval()
+    window = books["WINDOW"]
+    tokens = torch.randint(books["WORDS"], (2, 150), generator=torch.Generator().manual_seed(1))
+    found = books["by_windows"](model, tokens, stride)
+    for place in (1, window - 1, window, window + 1, window + stride, 149):
+        start = max(-(-(place - window) // stride), 0) * stride
+        with torch.no_grad():
+            logits = model(input_ids=tokens[:, start:place]).logits[:, -1]
+        expected = -logits.log_softmax(-1)[torch.arange(2), tokens[:, place]]
+        assert found[:, place - 1].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
