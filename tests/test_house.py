@@ -57,7 +57,7 @@ FLOORS = [
         "doors.prompts",
         "models.skip_search",
     },
-    {"core.callbacks", "core.cycles", "core.dice", "core.items", "core.noise", "core.ranked"},
+    {"core.callbacks", "core.cycles", "core.dice", "core.early_end", "core.items", "core.noise", "core.ranked"},
     {"core.forest", "core.passes", "core.scored_by_call", "doors.catalogue"},
     {"core.beams", "models.made_up"},
     {"core.laws", "core.limits"},
@@ -177,9 +177,9 @@ def figures():
     ("figure", "most"),
     [
         ("entries at the top", 12),
-        ("closure of decode.py, lines", 13_700),  # what the loop needs; at most 18,000
-        ("lines", 104_500),
-        ("syntax nodes", 735_000),
+        ("closure of decode.py, lines", 13_900),  # what the loop needs; at most 18,000
+        ("lines", 104_900),
+        ("syntax nodes", 738_500),
         ("syntax nodes per line of code", 10.5),
         ("functions with more than 8 parameters", 30),
         ("conditions inside conditions", 0),

@@ -371,7 +371,7 @@ def test_compiled_runs_write_the_texts_of_single_turns(name, monkeypatch):
     options = {"max_new_tokens": 12, "eos_token_id": [5], "seed": 4}
     methods = (sb.beam_search(3), sb.speculative_beam_search(3, depth=2), sb.dsbd(3, 4, 2, "fixed"), sb.sampling())
     in_runs = [sb.generate(pair, given, method, **options) for method in methods]
-    monkeypatch.setattr(Decoder, "_run", lambda self: [])
+    monkeypatch.setattr(Decoder, "_run", lambda self, live: [])
     by_turns = [sb.generate(pair, given, method, **options) for method in methods]
     for one, other in zip(in_runs, by_turns, strict=True):
         assert [answer.tokens for answer in one] == [answer.tokens for answer in other]

@@ -37,6 +37,7 @@ from tests.support.mtp import (
 
 GOLDEN = Path(__file__).parent / "golden"
 CLOSE = 1e-5
+CLOSE_ROWS = 2e-4  # logits of modules in a row: float32 sums in another order; a wrong row is above 0.01
 PROMPTS = [[5, 6, 7, 8, 9, 3], [9], [3, 4]]
 OPTIONS = {"max_new_tokens": 10, "eos_token_id": [11], "seed": 3}
 
@@ -269,7 +270,7 @@ def test_rows_of_the_tree_are_those_of_chains(kind, count, name, targets):
     pair = checked(target, read_head("mtp", target), 1 if name in ("chain", "tree") else 4)
     sb.generate(pair, PROMPTS, METHODS[name], batch_size=3, **OPTIONS)
     assert pair.draft.compared > 20
-    assert pair.draft.largest < 5e-5
+    assert pair.draft.largest < CLOSE_ROWS
 
 
 def test_rows_of_one_module_in_three_places_are_those_of_chains(speculators_target):
@@ -277,7 +278,7 @@ def test_rows_of_one_module_in_three_places_are_those_of_chains(speculators_targ
     assert pair.draft.head.is_one
     sb.generate(pair, PROMPTS, METHODS["beams"], batch_size=3, **OPTIONS)
     assert pair.draft.compared > 20
-    assert pair.draft.largest < 5e-5
+    assert pair.draft.largest < CLOSE_ROWS
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -297,7 +298,7 @@ def test_long_prompts_are_taken_in_pieces(targets, monkeypatch):
     pair = checked(target, read_head("mtp", target), 4)
     sb.generate(pair, PROMPTS, METHODS["beams"], batch_size=3, **OPTIONS)
     assert pair.draft.compared > 20
-    assert pair.draft.largest < 5e-5
+    assert pair.draft.largest < CLOSE_ROWS
 
 
 @dataclass
@@ -322,7 +323,7 @@ def test_a_module_that_was_not_run_for_some_turns_takes_what_it_has_missed(depth
     method = sb.speculative_sampling(4, controller=Uneven(depths))
     sb.generate(pair, PROMPTS, method, batch_size=1, **(OPTIONS | {"max_new_tokens": 16}))
     assert pair.draft.compared > 20
-    assert pair.draft.largest < 5e-5
+    assert pair.draft.largest < CLOSE_ROWS
 
 
 @pytest.fixture(scope="module", params=[1, 2])
