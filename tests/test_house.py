@@ -178,8 +178,8 @@ def figures():
     [
         ("entries at the top", 12),
         ("closure of decode.py, lines", 13_900),  # what the loop needs; at most 18,000
-        ("lines", 104_900),
-        ("syntax nodes", 738_500),
+        ("lines", 105_100),
+        ("syntax nodes", 740_000),
         ("syntax nodes per line of code", 10.5),
         ("functions with more than 8 parameters", 30),
         ("conditions inside conditions", 0),

@@ -17,13 +17,14 @@ from specbeam.core.session import Session
 from specbeam.doors.energy import EnergyMeter
 from specbeam.doors.fastest import FastestMethod, fastest, tokens_per_second
 from specbeam.doors.growing_text import common_length, unsent
+from specbeam.doors.method_names import usual_name
 from specbeam.doors.options.checks import is_integer, require
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import Options
 from specbeam.doors.options.unknown import check_names
 from specbeam.doors.request import Request
 from specbeam.doors.sources import as_prompts, source_length, sources_in
-from specbeam.doors.usual import usual_method, usual_name
+from specbeam.doors.usual import usual_method
 from specbeam.engines.source import line_up, part
 from specbeam.errors import AuditWarning, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
 from specbeam.models.pair import Pair, as_pair
@@ -79,7 +80,7 @@ def generate(
         SomeFailed: some of several prompts failed; the results of the others are in its `generations`.
     """
     pair = as_pair(pair)
-    check_names(generate, options, [usual_name(pair)])
+    check_names(generate, options, [usual_name(pair.draft is not None)])
     require(isinstance(audit, bool), "audit", audit, "True or False")
     request = _request(pair, prompts, method, options, generation_config, seed, audit)
     if streamer is not None:
@@ -119,7 +120,7 @@ def stream(
     The arguments and errors are those of `generate`, for one prompt with one return sequence.
     """
     pair = as_pair(pair)
-    check_names(stream, options, [usual_name(pair)])
+    check_names(stream, options, [usual_name(pair.draft is not None)])
     if pair.known("tokenizer") is None:
         raise NotSupported("streaming text needs a tokenizer; give load(tokenizer=...)")
     yield from pieces_of(_single_request(pair, prompt, method, options, generation_config, seed))
@@ -157,7 +158,7 @@ def turns_of(
     valid until the next turn.
     """
     pair = as_pair(pair)
-    check_names(turns_of, options, [usual_name(pair)])
+    check_names(turns_of, options, [usual_name(pair.draft is not None)])
     session = _single_request(pair, prompt, method, options, generation_config, seed).sessions[0]
     for turns in decode(pair.target, [session]):
         yield from (turn for _, turn in turns)

@@ -28,7 +28,7 @@ def terminal(monkeypatch):
     return written
 
 
-@pytest.mark.parametrize(("made", "said"), [(7, "7 of 40 steps"), (41, "41 steps so far")])
+@pytest.mark.parametrize(("made", "said"), [(7, "once: 7 of 40 steps"), (41, "once per kind of call: 41 steps so far")])
 def test_steps_are_counted_while_they_are_compiled(terminal, monkeypatch, made, said):
     monkeypatch.setattr(forms, "_MADE", made)
     monkeypatch.setattr(progress, "_of_first_text", lambda: 40)
@@ -39,7 +39,7 @@ def test_steps_are_counted_while_they_are_compiled(terminal, monkeypatch, made, 
     time.sleep(0.3)  # it is drawn a dozen times a second
     during = terminal.getvalue()
     forms.tell(begins=False)
-    assert f"Compiling for this processor, once: {said}" in during
+    assert f"Compiling for this processor, {said}" in during
     assert "\x1b[2K" in terminal.getvalue()[len(during) :]  # the line is taken away again
 
 
@@ -105,9 +105,11 @@ def test_it_can_be_turned_off(terminal, monkeypatch):
         progress.show_compilation()
 
 
-@pytest.mark.parametrize(("seconds", "lines"), [(0.6, 0), (3.0, 1)])
-def test_a_pipe_gets_one_line_of_a_long_compilation(seconds, lines, monkeypatch, capsys):
-    """Five seconds of all compilations together; those inside others do not count twice."""
+@pytest.mark.parametrize(("seconds", "lines"), [(0.6, 0), (3.0, 1), (8.0, 2)])
+def test_a_pipe_gets_lines_of_a_long_compilation(seconds, lines, monkeypatch, capsys):
+    """After five seconds of all compilations together, and every fifteen; those inside others do not count twice."""
+    monkeypatch.setattr(forms, "_MADE", 7)
+    monkeypatch.setattr(progress, "_of_first_text", lambda: 40)
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     note = progress.CompilationNote()
@@ -116,7 +118,7 @@ def test_a_pipe_gets_one_line_of_a_long_compilation(seconds, lines, monkeypatch,
             note.note(begins)
             clock[0] += seconds / 3
     said = capsys.readouterr().err
-    assert said == lines * "specbeam: compiling for this processor, once; it may take a minute\n"
+    assert said == lines * "specbeam: compiling for this processor, once: 7 of 40 steps\n"
 
 
 PROGRAM = """

@@ -46,6 +46,7 @@ from specbeam.doors.places import write_output as write_output
 from specbeam.doors.places import writing as writing
 from specbeam.doors.plain import as_json as as_json
 from specbeam.doors.plan import CallPlan as CallPlan
+from specbeam.doors.progress import compilation_line as compilation_line
 from specbeam.doors.progress import compilation_watch as compilation_watch
 from specbeam.doors.progress import end_compilation as end_compilation
 from specbeam.doors.progress import silence_transformers as silence_transformers

@@ -81,6 +81,11 @@ def setting_meant(name: str, preferred: Sequence[str] = ("dsbd",)) -> tuple[str,
     return "", ""
 
 
+def usual_name(has_draft: bool) -> str:
+    """Return the name of a pair's default recipe: `dsbd` with a draft, otherwise the recipe with the same law."""
+    return "dsbd" if has_draft else "beam_sampling"
+
+
 def check_settings(method: str, settings: Sequence[str]) -> None:
     """Raise `BadSetting` for an unknown method, or a setting that it has not; see `settings_in`.
 

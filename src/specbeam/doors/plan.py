@@ -138,7 +138,7 @@ class CallPlan:
         reason = contradiction(settings.config, chosen.name, chosen.beams, draws)
         if reason is not None:
             raise BadSetting(reason)
-        _check(chosen, settings)
+        check_fit(chosen, settings)
         limit_is_given = settings.max_new_tokens is not None or settings.max_length is not None
         config = pair.generation_config if completes else None
         also = OF_ENCODER_DECODERS if isinstance(pair.target, EncoderDecoderLM) else ()
@@ -353,7 +353,7 @@ def _closing_tokens(pair: Pair, settings: Settings) -> Bool[np.ndarray, " vocab"
     return closing_tokens(tokenizer, pair.target.vocab, stops) if may_run else None
 
 
-def _check(method: Method, settings: Settings) -> None:
+def check_fit(method: Method, settings: Settings) -> None:
     """Raise `NotSupported` or `BadSetting` if the method would ignore a setting or has too few beams."""
     if method.greedy:
         warping = [name for name in warper_names() if getattr(settings, name) is not None]
@@ -363,7 +363,8 @@ def _check(method: Method, settings: Settings) -> None:
             raise NotSupported(f"{method.name} has one answer; num_return_sequences is {settings.num_return_sequences}")
     if method.beams > 1 and settings.num_return_sequences > method.beams:
         raise BadSetting(
-            f"num_return_sequences is {settings.num_return_sequences}, but {method.name} keeps {method.beams} beams"
+            f"num_return_sequences is {settings.num_return_sequences}, but {method.name} keeps {method.beams} beams; "
+            f"give the method beams={settings.num_return_sequences}"
         )
 
 

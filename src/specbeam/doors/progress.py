@@ -1,4 +1,4 @@
-"""Progress on standard error: bars in terminals and notebooks, and what shows that steps are compiled, a line elsewhere."""
+"""Progress on standard error: bars in terminals and notebooks, and what shows that steps are compiled, lines elsewhere."""
 
 import os
 import sys
@@ -15,7 +15,8 @@ from specbeam.errors import BadSetting
 VARIABLE = "SPECBEAM_PROGRESS"  # "off": no bars
 _FEW = 5  # steps from whose times the rest is not estimated
 _LOCK = RLock()
-SILENT_S = 5.0  # seconds of compilation without a word, where no bar is shown
+SILENT_S = 5.0  # seconds of compilation before the first line, where no bar is shown
+EVERY_S = 15.0  # seconds of compilation between two lines
 _SHOWN: list["CompilationBar | CompilationNote"] = []  # at most one
 
 
@@ -42,10 +43,13 @@ class CompilationBar:
         if self.progress is None:
             self._show()
         done, total = _steps()
-        text = "Compiling for this processor, once: "
-        text += f"{done} steps so far" if total is None else f"{done} of {total} steps"
+        text = compilation_line(done, total)
         self.progress.update(
-            self.task, description=text, completed=done, total=total, left=self._time_left(done, total)
+            self.task,
+            description=text[0].upper() + text[1:],
+            completed=done,
+            total=total,
+            left=self._time_left(done, total),
         )
 
     def _show(self) -> None:
@@ -74,27 +78,39 @@ class CompilationBar:
 
 
 class CompilationNote:
-    """A line on standard error, once per process, after `SILENT_S` of compilation, for files and pipes."""
+    """Lines on standard error, for files and pipes: after `SILENT_S` of compilation, and then every `EVERY_S`."""
 
     def __init__(self) -> None:
         self.under_way = 0  # number of nested compilations
         self.began = 0.0  # when the outermost one began
         self.spent = 0.0  # seconds of all that have ended
-        self.is_said = False
+        self.next = SILENT_S  # seconds of compilation at which a line is written
 
     def note(self, begins: bool) -> None:
-        """Note that the compilation of a step begins or ends, and write the line if it is time."""
+        """Note that the compilation of a step begins or ends, and write a line if it is time."""
         now = time.monotonic()
         if begins and self.under_way == 0:
             self.began = now
         running = now - self.began
-        if self.spent + running >= SILENT_S and not self.is_said and sys.stderr is not None:
-            self.is_said = True
-            sys.stderr.write("specbeam: compiling for this processor, once; it may take a minute\n")
+        if self.under_way and self.spent + running >= self.next and sys.stderr is not None:
+            self.next = self.spent + running + EVERY_S
+            sys.stderr.write(f"specbeam: {compilation_line(*_steps())}\n")
             sys.stderr.flush()
         self.under_way = max(self.under_way + (1 if begins else -1), 0)
         if self.under_way == 0:
             self.spent += running
+
+
+def compilation_line(done: int, total: int | None) -> str:
+    """Return how far the compilation of steps is, as a text.
+
+    Args:
+        done: number of steps so far.
+        total: number of steps of a first text; None: it has them, and another kind of model or method needs further ones.
+    """
+    if total is None:
+        return f"compiling for this processor, once per kind of call: {done} steps so far"
+    return f"compiling for this processor, once: {done} of {total} steps"
 
 
 def _steps() -> tuple[int, int | None]:

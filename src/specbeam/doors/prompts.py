@@ -20,6 +20,9 @@ KNOWN = {
 }
 
 
+TABLES = (".csv", ".parquet", ".json")  # their lines are no prompts
+
+
 @dataclass(frozen=True)
 class PromptRow:
     """A prompt and its reference answer, or None."""
@@ -70,6 +73,16 @@ def require_source(source: str) -> bool:
     return True
 
 
+def require_lines(path: Path) -> None:
+    """Raise `BadPrompt` for a file whose suffix says that its lines are no prompts."""
+    kind = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
+    if kind in TABLES:
+        raise BadPrompt(
+            f"{path} has no prompt per line; give a text, .tsv or .jsonl, or decode the table by: specbeam batch "
+            f"{path.name} OUT"
+        )
+
+
 def _rows(source: str, columns: tuple[int, int]) -> Iterator[PromptRow | None]:
     if require_source(source):
         yield from _rows_of_file(Path(source), columns)
@@ -79,6 +92,7 @@ def _rows(source: str, columns: tuple[int, int]) -> Iterator[PromptRow | None]:
 
 def _rows_of_file(path: Path, columns: tuple[int, int]) -> Iterator[PromptRow | None]:
     """Yield the row of each line; None for a blank line."""
+    require_lines(path)
     packed = OPENERS.get(path.suffix)
     kind = path.with_suffix("").suffix if packed else path.suffix
     with (packed or open)(path, "rb") as file:

@@ -2,17 +2,13 @@
 
 from collections.abc import Sequence
 
+from specbeam.doors.method_names import usual_name
 from specbeam.doors.method_text import method_from
 from specbeam.models.pair import Pair
 from specbeam.recipes.method import Method
 
 USUAL_BEAMS = 4  # default of both recipes
 WITHOUT_DRAFTS = "decoded without drafts, as the pair has no draft model"
-
-
-def usual_name(pair: Pair) -> str:
-    """Return the name of a pair's default recipe: `dsbd` with a draft, otherwise the recipe with the same law."""
-    return "beam_sampling" if pair.draft is None else "dsbd"
 
 
 def usual_method(pair: Pair, settings: Sequence[str] = ()) -> Method:
@@ -22,7 +18,7 @@ def usual_method(pair: Pair, settings: Sequence[str] = ()) -> Method:
         pair: the models.
         settings: settings of the recipe, as NAME=VALUE.
     """
-    method = method_from(usual_name(pair), settings)
+    method = method_from(usual_name(pair.draft is not None), settings)
     if pair.draft is not None:
         return method
     return method.with_parts(law=f"{method.law}; {WITHOUT_DRAFTS}")

@@ -241,6 +241,34 @@ def test_what_would_spoil_a_job_is_refused_before_anything_is_decoded(pair, make
     assert batch(no_work, good, tmp_path / "good_out.jsonl", resume=True).done == 2
 
 
+def test_a_finished_job_answers_its_own_rows_only(make_work, tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", prompts(3))
+    out = tmp_path / "out.csv"
+    batch(make_work, source, out, {"seed": 3})
+    found = batch(make_work, source, out, {"seed": 3}, resume=True)
+    assert (found.done, found.was_finished) == (3, True)
+    with pytest.raises(BadSetting, match="row 1 has another seed than this call; its journal is gone"):
+        batch(make_work, source, out, {"seed": 4}, resume=True)
+    for count, message in ((2, "more rows than the table"), (4, "3 rows, but the table has more")):
+        other = write_jsonl(tmp_path / "other.jsonl", prompts(count))
+        with pytest.raises(BadSetting, match=message):
+            batch(make_work, other, out, resume=True)
+    renamed = write_jsonl(tmp_path / "renamed.jsonl", [row | {"id": f"new {row['id']}"} for row in prompts(3)])
+    with pytest.raises(BadSetting, match="its row 1 has the id"):
+        batch(make_work, renamed, out, resume=True)
+
+
+def test_a_table_without_a_column_of_prompts_is_refused_at_once(tmp_path):
+    def no_work():
+        raise AssertionError("models are loaded")
+
+    source = tmp_path / "in.csv"
+    source.write_text("id;prompt\n1;abc\n")
+    with pytest.raises(BadPrompt, match="no column prompt, messages or prompt_token_ids, only 'id;prompt'"):
+        batch(no_work, source, tmp_path / "out.jsonl")
+    assert not list(tmp_path.glob("out*"))
+
+
 def interrupted_after(count, make_work, source, out, **options):
     """A job that an interrupt ends when this number of answers was kept."""
     left = [count]

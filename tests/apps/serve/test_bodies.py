@@ -20,6 +20,7 @@ from specbeam.apps.serve.mapping import RECIPE_OF, Order, Served, order_of
 from specbeam.apps.serve.processors import CountPenalty, TokenBias
 from specbeam.apps.serve.protocol import ChatBody, CompletionBody, parse_body
 from specbeam.apps.serve.refusals import Refusal, refusal_of
+from specbeam.errors import BadSetting
 from tests.support.checking import refused
 
 FIELDS = sorted(set(CompletionBody.model_fields) | set(ChatBody.model_fields))
@@ -354,3 +355,60 @@ def test_penalties_count_what_was_generated_and_biases_ban():
     biased = TokenBias({3: 2.0, 4: -100.0})(ids, scores)
     assert biased[0, 2:5].tolist() == [0.0, 2.0, float("-inf")]
     assert scores.abs().max() == 0
+
+
+@pytest.mark.parametrize("text", ["", "# none yet\n", "\n  \n"])
+def test_a_key_file_without_keys_does_not_open_the_server(text, tmp_path):
+    file = tmp_path / "keys.txt"
+    file.write_text(text)
+    with pytest.raises(BadSetting, match="has no keys, so everybody could use the server"):
+        Keys.of(ServerConfig(host="0.0.0.0", api_key_file=str(file)))
+
+
+@pytest.mark.parametrize("rest", ["inf", "nan", "1 inf", "1 nan", "1 1 inf", "1 1 nan"])
+def test_limits_of_a_key_are_finite(rest, tmp_path):
+    file = tmp_path / "keys.txt"
+    file.write_text(f"ann secret {rest}\n")
+    with pytest.raises(BadSetting, match="line 1"):
+        Keys.of(ServerConfig(api_key_file=str(file)))
+
+
+def test_keys_of_one_client_have_the_same_numbers(tmp_path):
+    file = tmp_path / "keys.txt"
+    file.write_text("ann one 2\nann two 2\nann three 3\n")
+    with pytest.raises(BadSetting, match="line 3: ann has other numbers in a line above"):
+        Keys.of(ServerConfig(api_key_file=str(file)))
+    file.write_text("ann one 2 1 0.5\n")
+    with pytest.raises(BadSetting, match=r"line 1: priority is 0\.5; it must be an integer"):
+        Keys.of(ServerConfig(api_key_file=str(file)))
+    file.write_text("ann one 2\nann two 2\n")
+    assert Keys.of(ServerConfig(api_key_file=str(file))).weights == {"ann": 2.0}
+
+
+def test_a_key_may_contain_the_sign_of_a_comment(tmp_path):
+    file = tmp_path / "keys.txt"
+    file.write_bytes("\ufeffann secret#b 2  # a colleague\n".encode())
+    keys = Keys.of(ServerConfig(api_key_file=str(file)))
+    assert (keys.client("Bearer secret#b").name, keys.weights) == ("ann", {"ann": 2.0})
+    with pytest.raises(Refusal, match="the API key is unknown"):
+        keys.client("Bearer secret")
+
+
+@pytest.mark.parametrize("keys", [("",), ("secret", " ")])
+def test_an_empty_key_is_refused(keys):
+    with pytest.raises(BadSetting, match="api_keys has an empty key"):
+        ServerConfig(api_keys=keys)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"api_keys": (1, 2)}, r"api_keys is \[1, 2\]; all of its values must be texts"),
+        ({"methods": "sampling"}, "methods is 'sampling'; it must be a list"),
+        ({"draft": 5}, "draft is 5; it must be of type str"),
+        ({"draft_vocab": "32k"}, "draft_vocab is '32k'; it must be of type int"),
+    ],
+)
+def test_settings_of_another_type_are_refused(values, message):
+    with refused(message):
+        ServerConfig(**values)

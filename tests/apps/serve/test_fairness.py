@@ -63,6 +63,24 @@ def test_in_a_full_queue_the_key_with_most_texts_gives_way_by_its_newest_request
         assert (engine.waiting, engine._queue_of) == (0, {})
 
 
+def test_a_burst_of_another_key_gets_its_share_of_a_full_queue(plain):
+    """Requests that are to give way no longer count; they used to until the engine's next step."""
+    with Engine(plain, LIMITS, KEYS) as engine:
+        held = Held(engine)
+        flood = [request(plain, "flood", 2) for _ in range(4)]
+        for one in flood:
+            engine.submit(one.jobs)
+        others = [request(plain, "other", 1) for _ in range(4)]
+        for one in others:
+            engine.submit(one.jobs)
+        with pytest.raises(QueueFull):
+            engine.submit(request(plain, "other", 1).jobs)
+        held.goes_on.set()
+        assert [outcome(one) for one in flood] == [{"NoneType"}] * 2 + [{"QueueFull"}] * 2
+        assert [outcome(one) for one in others] == [{"NoneType"}] * 4
+        assert (engine.waiting, engine._queue_of) == (0, {})
+
+
 def test_a_key_with_as_many_texts_as_the_fullest_does_not_push_it_out(plain):
     with Engine(plain, LIMITS, KEYS) as engine:
         held = Held(engine)

@@ -74,4 +74,7 @@ def test_the_log_says_that_steps_are_compiled_at_once_and_from_time_to_time(monk
     lines = [line for line in lines if line.get("requests") == ["cmpl-1"]]  # not those of servers of other tests
     assert len(lines) == 2
     for line in lines:
-        assert re.fullmatch(r"compiling for this processor, once: \d+ (of \d+ steps|steps so far)", line["message"])
+        assert re.fullmatch(
+            r"compiling for this processor, once(: \d+ of \d+ steps| per kind of call: \d+ steps so far)",
+            line["message"],
+        )

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from specbeam.errors import BadSetting
 from specbeam.models.pair import BUNDLED
 
 httpx = pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn")
+
+from specbeam.apps.serve.run import bound_sockets  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -85,7 +88,7 @@ def test_a_signal_ends_a_server_that_compiles_at_once_and_the_processes_that_com
     command = [sys.executable, "-m", "specbeam", "serve", "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
-        while "compiling for this processor, once: " not in process.stderr.readline():
+        while "compiling for this processor, once" not in process.stderr.readline():
             assert process.poll() is None
         workers = children_of(process)
         assert workers != []
@@ -108,6 +111,9 @@ def test_a_signal_ends_a_server_that_compiles_at_once_and_the_processes_that_com
         (["--max-running", "100000000"], "not enough memory to decode max_running=100000000"),
         (["--port", "-1"], "port is -1; it must be 0 (any free port) to 65535"),
         (["--port", "70000"], "port is 70000"),
+        (["--host", "203.0.113.7", "--no-auth"], "the server cannot listen at 203.0.113.7:8000"),
+        (["--host", "nowhere.invalid", "--no-auth"], "host is 'nowhere.invalid', which is no address of this machine"),
+        (["--set", "beams=0"], "beams is 0"),
     ],
 )
 def test_a_server_that_cannot_start_ends_with_one_sentence(options, message):
@@ -117,6 +123,18 @@ def test_a_server_that_cannot_start_ends_with_one_sentence(options, message):
     assert message in process.stderr
     assert "Traceback" not in process.stderr
     assert process.stderr.count("\n") <= 2
+
+
+def test_a_port_that_is_taken_is_said_before_a_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BadSetting, match=f"cannot listen at 127.0.0.1:{port}: Address already in use"):
+            bound_sockets("127.0.0.1", port)
+    for host in ("", "localhost", "127.0.0.1"):
+        sockets = bound_sockets(host, 0)
+        assert sockets
+        for one in sockets:
+            one.close()
 
 
 class Process:

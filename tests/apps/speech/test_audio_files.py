@@ -9,7 +9,7 @@ import torch
 import specbeam as sb
 from specbeam import errors
 from specbeam.apps.speech import audio
-from specbeam.apps.speech.audio import RATE, read_audio, read_audio_bytes, resampled
+from specbeam.apps.speech.audio import RATE, check_file, read_audio, read_audio_bytes, resampled
 from tests.support import media
 from tests.test_speech import noise
 
@@ -107,6 +107,15 @@ def test_what_holds_no_sound_is_refused_before_a_model_is_loaded(tmp_path, monke
     for words_of, file in unreadable(tmp_path):
         with pytest.raises(errors.SpecbeamError, match=words_of):
             sb.transcribe("somewhere/whisper", file)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 2])
+def test_a_file_that_is_short_or_cut_off_is_refused_before_a_model_is_loaded(seconds, tmp_path):
+    raw = media.encoded(noise(seconds))
+    file = tmp_path / "bad.wav"
+    file.write_bytes(raw if seconds < 1 else raw[: len(raw) // 2])
+    with pytest.raises(errors.BadAudio, match=r"at least 0\.1 are needed" if seconds < 1 else "is cut off"):
+        check_file(file)
 
 
 def test_a_list_of_files_is_refused_for_one_of_them(tmp_path):

@@ -137,6 +137,16 @@ def test_a_file_that_is_no_text_is_named(here, nothing_is_loaded, command, file)
     check_refused(code, out, err, file)
 
 
+@pytest.mark.parametrize(
+    "command", [name for name, given in READING.items() if "-f" in given and name != "bench methods"]
+)
+@pytest.mark.parametrize("file", ["table.csv", "table.parquet", "table.json"])
+def test_a_table_is_not_read_as_lines(here, nothing_is_loaded, command, file):
+    (here / file).write_text("id,prompt\n1,abc\n")
+    arguments = [file if one == "FILE" else one for one in READING[command]]
+    check_refused(*specbeam(*arguments), f"{file} has no prompt per line")
+
+
 def test_files_of_outputs_and_of_long_texts_are_read_with_the_model(here, models):
     for file in NO_TEXTS:
         for command in ("train hmt", "evaluate perplexity"):
@@ -202,6 +212,10 @@ NUMBERS = [
     ["chat", "--method", "other"],
     ["tune", "--context", "0"],
     ["tune", "--beams", "0"],
+    ["generate", "x", "--num-return-sequences", "6"],
+    ["generate", "x", "--set", "beams=0"],
+    ["batch", "good.jsonl", "out.jsonl", "--num-return-sequences", "6"],
+    ["chat", "--set", "beams=0"],
     ["tune", "--odds", "1"],
     ["tune", "--skip-ratio", "0.4", "-m", "other"],
     ["evaluate", "same-beams", "x", "--batch-size", "0"],

@@ -10,8 +10,8 @@ from typing import Any
 from specbeam import __version__
 from specbeam.apps.jobs.answering import ANSWER_COLUMNS, Work, answer_rows
 from specbeam.apps.jobs.journal import Journal, Progress
-from specbeam.apps.jobs.rows import USUAL_COLUMNS, Columns, JobRow, row_of
-from specbeam.apps.jobs.tables import kind_of, read_table, write_table
+from specbeam.apps.jobs.rows import USUAL_COLUMNS, Columns, JobRow, check_columns, row_of, row_seed
+from specbeam.apps.jobs.tables import READ_KINDS, WITH_HEADERS, kind_of, read_table, write_table
 from specbeam.core import weights_key, whole
 from specbeam.doors import require_place, writing
 from specbeam.errors import BadPrompt, BadSetting, SpecbeamError
@@ -43,7 +43,8 @@ def batch(
             also be a .txt, with a prompt in each line.
         described: settings that the answers depend on, by name; a job is resumed only with the same settings.
         columns: the names of the columns that are read.
-        resume: whether to continue a job. A finished job without failed rows is left as it is.
+        resume: whether to continue a job. A finished job without failed rows is left as it is; only the ids and, if
+            `described` has one, the seeds of its rows are compared.
         retry_failed: whether failed rows are decoded again, also in a finished job.
         on_progress: called when the number of answers changes.
 
@@ -51,8 +52,8 @@ def batch(
         The numbers of rows, answers and errors.
 
     Raises:
-        BadSetting: a file has an unknown type; `out` exists; the job has other settings, or is running; `retry_failed` is
-            set, but the journal is missing.
+        BadSetting: a file has an unknown type; `out` exists; the job has other settings, or is running; a finished job
+            has other ids or seeds; `retry_failed` is set, but the journal is missing.
         BadPrompt: the table cannot be read, two rows have the same id, or the table was changed while the job ran. Errors
             of a single row are its answer.
         MissingFile, MissingPackage: the table, or a package that reads it, is missing.
@@ -66,7 +67,7 @@ def batch(
     if out.exists() and not path.exists():
         if not resume:
             raise BadSetting(f"{out} already exists; delete it, or give another name")
-        found = _count(out)
+        found = _finished(out, _rows(source, columns), (described or {}).get("seed"))
         if retry_failed and found.failed:
             raise BadSetting(
                 f"{found.failed} rows of {out} failed, but the journal {path}, which lists them, is missing; delete {out} "
@@ -156,6 +157,8 @@ def _decode(
 
 def _rows(source: Path, columns: Columns) -> Iterator[JobRow]:
     for number, (fields, error) in enumerate(read_table(source), 1):
+        if number == 1 and fields is not None and kind_of(source, READ_KINDS) in WITH_HEADERS:
+            check_columns([*fields], columns, str(source))
         if fields is None:
             yield JobRow(number, None, error=f"BadPrompt: {error}")
         else:
@@ -173,16 +176,46 @@ def _typed(records: Iterator[dict[str, Any]], types: dict[str, str]) -> Iterator
         yield record
 
 
-def _count(out: Path) -> Progress:
-    """Return the progress of a finished job, read from its answers."""
-    rows = 0
+def _finished(out: Path, rows: Iterator[JobRow], seed: int | None) -> Progress:
+    """Return the progress of a finished job, read from its answers.
+
+    Args:
+        rows: the rows to answer.
+        seed: the seed of the job; None if it is unknown.
+
+    Raises:
+        BadPrompt: the file is not a table of answers.
+        BadSetting: it answers other rows, or has other seeds.
+    """
+    count = 0
     failed = 0
+    advice = f"its journal is gone, so it cannot be continued: delete {out}, or give another name"
     for fields, error in read_table(out):
         if fields is None or "error" not in fields:
             raise BadPrompt(f"{out} is not a table of answers ({error or 'it has no column error'}); give another name")
-        rows += 1
+        count += 1
         failed += bool(fields["error"])
-    return Progress(rows, rows, failed)
+        row = next(rows, None)
+        if row is None:
+            raise BadSetting(
+                f"{out} is finished and has more rows than the table, whose last one is {count - 1}; {advice}"
+            )
+        found = _as_text(fields.get("id"))
+        wanted = _as_text(row.id)
+        if found != wanted:
+            raise BadSetting(
+                f"{out} is finished, and its row {count} has the id {found!r}, where the table has {wanted!r}; {advice}"
+            )
+        own_seed = _as_text(fields.get("seed"))
+        if own_seed and seed is not None and own_seed != str(row_seed(seed, row)):
+            raise BadSetting(f"{out} is finished, and its row {count} has another seed than this call; {advice}")
+    if next(rows, None) is not None:
+        raise BadSetting(f"{out} is finished and has {count} rows, but the table has more; {advice}")
+    return Progress(count, count, failed, was_finished=True)
+
+
+def _as_text(value: Any) -> str:
+    return "" if value is None else str(value)
 
 
 def settings_described(names: dict[str, Any]) -> dict[str, Any]:

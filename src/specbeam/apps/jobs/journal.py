@@ -32,11 +32,16 @@ _ANSWER = "answers.name, answers.digest, failed, record, seal"
 
 
 class Progress(NamedTuple):
-    """The numbers of all rows, of answered rows, and of rows whose answer is an error."""
+    """The numbers of all rows, of answered rows, and of rows whose answer is an error.
+
+    Attributes:
+        was_finished: whether the job was finished before this call, so that its settings are unknown.
+    """
 
     rows: int
     done: int
     failed: int
+    was_finished: bool = False
 
 
 class _Damaged(Exception):

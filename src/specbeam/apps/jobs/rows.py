@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,26 @@ def row_of(number: int, fields: Mapping[str, Any], columns: Columns) -> JobRow:
     except (TypeError, ValueError, RecursionError) as error:
         return JobRow(number, identity, error=f"BadPrompt: a field of the row is not JSON: {error}")
     return row
+
+
+def check_columns(names: Sequence[str], columns: Columns, table: str) -> None:
+    """Raise `BadPrompt` if the columns of a table have no prompt.
+
+    Args:
+        names: all columns of the table.
+        table: what errors call it.
+    """
+    wanted = (columns.prompt, columns.messages, columns.token_ids)
+    if any(name in names for name in (*wanted, "input_ids")):
+        return
+    try:
+        of_record(dict.fromkeys(names, "a text"))
+    except KeyError as error:
+        found = ", ".join(map(repr, names))
+        raise BadPrompt(
+            f"{table} has no column {', '.join(wanted[:2])} or {wanted[2]}, only {found}; rename one, or give "
+            "--prompt-column, and put commas between the columns of a CSV"
+        ) from error
 
 
 def _id_in(fields: Mapping[str, Any], columns: Columns, number: int) -> str | int:

@@ -13,6 +13,7 @@ from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
 
 KINDS = (".jsonl", ".csv", ".parquet")
 READ_KINDS = (*KINDS, ".txt")
+WITH_HEADERS = (".csv", ".parquet")  # every row has all columns
 ROWS_AT_ONCE = 256  # rows of Parquet in memory
 
 

@@ -949,18 +949,22 @@ def page_text(nonce: str) -> str:
 
 
 def _check_metrics(server: BeamServer, http: Request) -> None:
-    """Raise `Refusal` unless the client may read the metrics: with the metrics key, an API key, or from this machine.
+    """Raise `Refusal` unless the client may read the metrics.
 
-    Open metrics are for everybody: they hold neither texts nor names of keys.
+    Open metrics are for everybody: they hold neither texts nor names of keys. Others need the metrics key, if there is one,
+    or else an API key, except from this machine.
     """
     if server.config.open_metrics:
         return
     given = http.headers.get("authorization", "").removeprefix("Bearer ")
     wanted = server.config.metrics_key
-    if wanted and hmac.compare_digest(given.encode(), wanted.encode()):
+    if wanted:
+        if not hmac.compare_digest(given.encode(), wanted.encode()):
+            message = "metrics need the metrics_key of this server; send the header 'Authorization: Bearer METRICS_KEY'"
+            raise Refusal(401, "authentication_error", "invalid_api_key", message)
         return
     here = http.client is None or http.client.host in ("127.0.0.1", "::1", "testclient")
-    if not wanted and here:
+    if here:
         return
     if not server.keys.needed:
         message = "metrics are served to this machine only; start the server with a metrics_key or open_metrics"

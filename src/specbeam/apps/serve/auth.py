@@ -1,6 +1,8 @@
 """Clients: API keys and their limits."""
 
 import hmac
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -104,25 +106,39 @@ def _add(clients: dict[bytes, Client], key: str, client: Client, where: str) -> 
 
 
 def _read(path: Path) -> dict[bytes, Client]:
+    """Return the clients of a key file. Raises `BadSetting` if it has no keys: the server would be open to everybody."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise MissingFile(f"the key file {path} cannot be read: {error}") from error
     clients: dict[bytes, Client] = {}
     for number, line in enumerate(lines, 1):
-        words = line.split("#", 1)[0].split()
+        words = re.split(r"(?:^|\s)#", line)[0].split()  # a key may contain a #
         if not words:
             continue
         try:
             name, key, *rest = words
             weight, running, priority = [*map(float, rest), *(1.0, 0.0, 0.0)[len(rest) :]]
         except ValueError as error:
-            raise BadSetting(f"{path}, line {number} must be: name key [weight] [max_running] [priority]") from error
+            raise BadSetting(
+                f"{path}, line {number} must be: name key [weight] [max_running] [priority], the last three numbers"
+            ) from error
+        if not all(map(math.isfinite, (weight, running, priority))):
+            raise BadSetting(f"{path}, line {number}: weight, max_running and priority must be finite numbers")
         if not weight > 0:
             raise BadSetting(f"{path}, line {number}: weight is {weight:g}; it must be above 0")
         if running < 0 or running != int(running):
             raise BadSetting(
                 f"{path}, line {number}: max_running is {running:g}; it must be an integer, 0 for the server's limit"
             )
-        _add(clients, key, Client(name, weight, int(running), int(priority)), f"{path}, line {number}")
+        if priority != int(priority):
+            raise BadSetting(f"{path}, line {number}: priority is {priority:g}; it must be an integer")
+        client = Client(name, weight, int(running), int(priority))
+        if any(one.name == name and one != client for one in clients.values()):
+            raise BadSetting(
+                f"{path}, line {number}: {name} has other numbers in a line above; give all its keys the same"
+            )
+        _add(clients, key, client, f"{path}, line {number}")
+    if not clients:
+        raise BadSetting(f"{path} has no keys, so everybody could use the server; add a line: name key")
     return clients

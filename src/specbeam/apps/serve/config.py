@@ -5,6 +5,7 @@ import os
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from specbeam.doors import hint
@@ -21,7 +22,7 @@ class ServerConfig:
 
     Args:
         model, draft: see `specbeam.load`.
-        quantize, draft_vocab, kv, compute, engine: see `specbeam.load`.
+        quantize, quantize_draft, draft_vocab, kv, compute, engine: see `specbeam.load`.
         threads: number of CPU threads; 0: torch's choice.
         name: name of the model in requests; "": `model`.
         method, settings: method of requests that do not choose one, and its settings as NAME=VALUE; "": `dsbd`, or
@@ -76,6 +77,7 @@ class ServerConfig:
     model: str = "bundled"
     draft: str | None = None
     quantize: str | None = None
+    quantize_draft: str | None = None
     draft_vocab: int | None = None
     kv: str | None = None
     compute: str | None = None
@@ -143,7 +145,14 @@ class ServerConfig:
             value = getattr(self, one.name)
             expected = _EXPECTED.get(one.type)
             if expected is not None and (not isinstance(value, expected) or _is_misplaced_bool(value, expected)):
-                raise BadSetting(f"{one.name} is {value!r}; it must be of type {expected[0].__name__}")
+                kind = "a list" if expected == (tuple,) else f"of type {expected[0].__name__}"
+                raise BadSetting(f"{one.name} is {value!r}; it must be {kind}")
+            if expected == (tuple,) and not all(isinstance(part, str) for part in value):
+                raise BadSetting(f"{one.name} is {[*value]!r}; all of its values must be texts: put quotes around them")
+        if not all(key.strip() for key in self.api_keys):
+            raise BadSetting(
+                "api_keys has an empty key, so everybody could use the server; give a key, or leave it out"
+            )
         for name in (
             "max_running",
             "max_tokens",
@@ -226,6 +235,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*A-Z\s]+|null")
 _EXPECTED: dict[Any, tuple[type, ...]] = {
     bool: (bool,), int: (int,), float: (float, int), str: (str,), tuple[str, ...]: (tuple,),
+    str | None: (str, NoneType), int | None: (int, NoneType),
 }  # fmt: skip
 
 

@@ -106,8 +106,7 @@ class Job:
         shared: whether other jobs took part in any of its steps.
         room: the KV cache that the job may need, by model.
         group: jobs of the same request, including this one; empty before it is submitted and after its end.
-        is_queued: whether the job counts as waiting.
-        gives_way: whether the request is to be refused in favour of another key, unless it starts before.
+        is_queued: whether the job counts as waiting. Who is to be refused in favour of another key does not.
         rows, length, moved: rows and length of its session at the last step, and the time of its last progress.
         last_step: the number of the engine's last step in which it took turns.
     """
@@ -136,7 +135,6 @@ class Job:
     room: dict[Any, "StoreRoom"] = field(default_factory=dict)
     group: Sequence["Job"] = ()
     is_queued: bool = False
-    gives_way: bool = False
     rows: int = 0
     length: int = 0
     moved: float = 0.0
@@ -305,10 +303,10 @@ class Engine:
         for job in reversed([*self._queue_of[fullest]]):
             if excess <= 0 or load_of[fullest] <= load_of[own]:
                 return
-            if job.gives_way or _has_begun(job):
+            if not job.is_queued or _has_begun(job):
                 continue
             for one in job.group:
-                one.gives_way = True
+                self._leave_queue(one)
             excess -= len(job.group)
             load_of[fullest] -= len(job.group) / self._line.weights.get(fullest, 1.0)
             self._inbox.append(partial(self._give_way, job.group))
@@ -317,7 +315,8 @@ class Engine:
         """Refuse a request whose places go to another key, unless it has started."""
         if not _has_begun(jobs[0]):
             message = (
-                "the queue is full, and this key has most texts in it; its newest request gave way: try again later"
+                "the queue is full, and this key has most texts in it for its weight; its newest request gave way: try "
+                "again later"
             )
             self._each([*jobs], lambda job: self._end(job, QueueFull(message)))
 

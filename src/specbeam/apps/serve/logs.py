@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Any
 
-from specbeam.doors import compilation_watch
+from specbeam.doors import compilation_line, compilation_watch
 
 EVERY_S = 15.0  # seconds between two lines while steps are compiled
 LOG = logging.getLogger("specbeam.serve")
@@ -58,8 +58,7 @@ def compilation_text() -> str:
     found = compilation_watch().progress
     if found is None:
         return ""
-    steps = f"{found['done']} steps so far" if found["total"] is None else f"{found['done']} of {found['total']} steps"
-    return f"compiling for this processor, once: {steps}"
+    return compilation_line(found["done"] or 0, found["total"])
 
 
 def set_up_log(level: str = "info") -> None:

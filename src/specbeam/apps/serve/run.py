@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import ssl
 import sys
 import threading
@@ -21,7 +22,7 @@ from specbeam.apps.serve.connections import Connections, GuardedConnection, most
 from specbeam.apps.serve.leaving import end_now
 from specbeam.apps.serve.logs import CompilationLog, set_up_log
 from specbeam.doors import load_by_name, silence_transformers
-from specbeam.errors import BadSetting, SpecbeamError
+from specbeam.errors import BadSetting
 
 LOG = logging.getLogger("specbeam.serve")
 WATCH_S = 1.0  # seconds between two checks of the engine
@@ -92,22 +93,50 @@ class _Uvicorn(uvicorn.Server):
 def serve(config: ServerConfig) -> int:
     """Serve until a signal ends the server; return the exit code.
 
-    Raises `BadSetting` if other machines could call the server without a key, unless `no_auth` allows it.
+    Raises `BadSetting` if other machines could call the server without a key, unless `no_auth` allows it, or if it cannot
+    listen.
     """
     config.check_open()
     set_up_log(config.log_level)
     if config.tensor_parallel and os.environ.get("RANK", "0") != "0":
         load_pair(config)  # follows rank 0 and does not return
     _check_tls(config)
-    LOG.info("loading %s", config.model if config.draft is None else f"{config.model} with the draft {config.draft}")
     server = BeamServer(config, partial(load_pair, config))
+    sockets = bound_sockets(config.host, config.port)  # before minutes of loading
+    LOG.info("loading %s", config.model if config.draft is None else f"{config.model} with the draft {config.draft}")
     runner = _Uvicorn(uvicorn_config(make_app(server), config), server)
     threading.Thread(target=runner.watch, name="specbeam watch", daemon=True).start()
     threading.Thread(target=_say_when_ready, args=(server, runner), name="specbeam greeting", daemon=True).start()
     if hasattr(signal, "SIGHUP"):  # not on Windows
         signal.signal(signal.SIGHUP, lambda *_: _read_keys(server))
-    runner.run()
+    runner.run(sockets)
     return runner.code
+
+
+def bound_sockets(host: str, port: int) -> list[socket.socket]:
+    """Return a socket for each address of a host, which will listen at a port. Raises `BadSetting` if there is none."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise BadSetting(f"host is {host!r}, which is no address of this machine: {error.strerror}") from error
+    sockets: list[socket.socket] = []
+    for family, kind, protocol, _, address in dict.fromkeys(found):
+        one = socket.socket(family, kind, protocol)
+        sockets.append(one)
+        try:
+            if os.name == "posix":  # elsewhere it would share the port with others
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind(address)
+        except OSError as error:
+            for opened in sockets:
+                opened.close()
+            raise BadSetting(
+                f"the server cannot listen at {host}:{port}: {error.strerror}; is another server there? Give another --port "
+                "or --host"
+            ) from error
+    return sockets
 
 
 def uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
@@ -138,6 +167,7 @@ def load_pair(config: ServerConfig) -> Pair:
     """
     silence_transformers()
     quantize: Any = config.quantize
+    quantize_draft: Any = config.quantize_draft
     kv: Any = config.kv
     compute: Any = config.compute
     engine: Any = config.engine
@@ -145,6 +175,7 @@ def load_pair(config: ServerConfig) -> Pair:
         config.model,
         config.draft,
         quantize=quantize,
+        quantize_draft=quantize_draft,
         draft_vocab=config.draft_vocab,
         share_from=None,
         tensor_parallel=config.tensor_parallel,
@@ -158,7 +189,7 @@ def _read_keys(server: BeamServer) -> None:
     """Reload the API keys, and log the outcome."""
     try:
         server.read_keys()
-    except SpecbeamError as error:
+    except Exception as error:  # in the handler of a signal it would end the server
         LOG.error("the API keys were not reloaded, the old ones stay valid: %s", error)
         return
     LOG.info("the API keys were reloaded")
@@ -174,8 +205,8 @@ def _say_when_ready(server: BeamServer, runner: _Uvicorn) -> None:
     host = server.config.host
     port = server.config.port
     for one in runner.servers:
-        for socket in one.sockets:
-            port = socket.getsockname()[1]
+        for listening in one.sockets:
+            port = listening.getsockname()[1]
     served = server.served
     address = f"{scheme}://{host}:{port}"
     LOG.info(

@@ -81,9 +81,15 @@ def read_audio_bytes(raw: bytes, most_seconds: float) -> Samples:
 
 
 def check_file(path: Path) -> None:
-    """Read the beginning of a file. Raises the errors of `read_audio` that are visible there."""
-    with _file(path) as file, _opened(file, str(path)) as sound:
-        next(sound.blocks(), None)
+    """Read a file to its end, in blocks. Raises the errors of `read_audio`."""
+    name = str(path)
+    with _file(path) as file, _opened(file, name) as sound:
+        count = 0
+        for block in sound.blocks():
+            _one_channel(block, name)
+            count += len(block)
+        sound.check_whole(count)
+        _check_length(count, sound.rate, name)
 
 
 def check_readable() -> Any:

@@ -90,10 +90,13 @@ def batch(given: BatchArguments) -> int:
             complain(f"interrupted; {shown.done} of {counted(shown.rows, 'row')} saved: continue with --resume")
             return 130
     if given.json:
-        print_json({"rows": shown.rows, "failed": shown.failed, "out": str(given.out)})
+        print_json(
+            {"rows": shown.rows, "failed": shown.failed, "was_finished": shown.was_finished, "out": str(given.out)}
+        )
     else:
         retry = (
             "; its column error has them, and --resume --retry-failed decodes these rows again" if shown.failed else ""
         )
-        print(f"{given.out}: {counted(shown.rows, 'row')}, {shown.failed} of them with an error{retry}")
+        before = " was finished before, perhaps by another method; nothing was decoded" if shown.was_finished else ""
+        print(f"{given.out}{before}: {counted(shown.rows, 'row')}, {shown.failed} of them with an error{retry}")
     return int(shown.failed > 0)

@@ -16,7 +16,7 @@ from specbeam.doors.cli.options import (
     Settings,
     check_address,
 )
-from specbeam.doors.method_names import check_settings
+from specbeam.doors.method_names import check_settings, usual_name
 from specbeam.doors.model_files import require_chat_template
 from specbeam.doors.places import text_of
 from specbeam.engines.choices import check_what_runs
@@ -65,8 +65,9 @@ def chat(given: ChatArguments) -> int:
     else:
         from specbeam.doors.cli.pair_speaker import PairSpeaker
 
-        if given.method:
-            check_has_head(method_from(given.method, given.setting), given.draft)
+        has_draft = given.draft is not None or given.model == "bundled"
+        method = method_from(given.method or usual_name(has_draft), given.setting)
+        check_has_head(method, given.draft)
         pair = quiet_load(**given.pair, **given.named("quantize", "quantize_draft", "compute"))
         speaker = PairSpeaker(pair, given.model, template)
     options = ChatOptions(given.method or "", tuple(given.setting), given.options, given.seed)

@@ -60,8 +60,8 @@ def method_from(name: str, settings: Sequence[str]) -> "Method":
     return made(name, settings)
 
 
-def check_method(name: str | None, settings: Sequence[str], draft: str | None) -> None:
-    """Raise `BadSetting` for an unknown method or setting; print a note if the method is not lossless.
+def check_method(name: str | None, settings: Sequence[str], draft: str | None) -> "Method":
+    """Return a method, and print a note if it is not lossless. Raises `BadSetting` if it is unknown, or a setting is wrong.
 
     Args:
         name: name of the method; None: the default.
@@ -71,6 +71,7 @@ def check_method(name: str | None, settings: Sequence[str], draft: str | None) -
     check_has_head(method, draft)
     if not method.lossless:
         complain(f"note: {method.name} is {method.law}")
+    return method
 
 
 def check_has_head(method: "Method", draft: str | None) -> None:

@@ -13,7 +13,7 @@ from specbeam.doors.cli.common import ProgressBar, as_json, complain, follow_ran
 from specbeam.doors.cli.options import DecodingArguments, Json, PromptArguments
 from specbeam.doors.model_files import require_tokenizer
 from specbeam.doors.places import OPENERS
-from specbeam.doors.prompts import of_record, placed_rows
+from specbeam.doors.prompts import of_record, placed_rows, require_lines
 from specbeam.errors import BadPrompt, SpecbeamError, TooFewAnswers
 
 if TYPE_CHECKING:
@@ -240,6 +240,8 @@ def placed_prompts(
     unreadable = 0
     if not prompts and not files and not sys.stdin.isatty():
         lines = _standard_input()
+        if _is_prompt_object(lines[0] if lines else ""):
+            complain("warning: standard input seems to be JSON lines, but is read as text; give a .jsonl by --file")
         sources += _prompts_of(_filled(lines), "standard input, line")
         places += len(lines)
     for file in files:
@@ -250,6 +252,7 @@ def placed_prompts(
         else:
             from specbeam.lab.evaluate.lines import lines_of
 
+            require_lines(file)
             texts = _filled(lines_of(file))
             found = _prompts_of(texts, f"{file}, line")
             if file.suffix == ".jsonl":
@@ -292,6 +295,17 @@ def _standard_input() -> list[str]:
             f"standard input is not valid {sys.stdin.encoding}: {error.reason}; give it as UTF-8"
         ) from error
     return text.removesuffix("\n").split("\n") if text else []
+
+
+def _is_prompt_object(line: str) -> bool:
+    """Return whether a line is an object of JSON with a prompt."""
+    if not line.startswith("{"):
+        return False
+    try:
+        _prompt_of(line)
+    except ValueError:
+        return False
+    return True
 
 
 _NO_PROMPT = 'expected a JSON string or an object with a text field "prompt"'

@@ -344,7 +344,11 @@ class DecodingArguments(LoadArguments):
         self.check_what_runs()
         require_text_model(self.model)
         check_languages(self.model, self.source_language, self.target_language)
-        check_method(self.method, self.setting, self.draft)
+        method = check_method(self.method, self.setting, self.draft)
+        from specbeam.doors.options.settings import Settings as GivenSettings
+        from specbeam.doors.plan import check_fit
+
+        check_fit(method, GivenSettings.given(self.options))
         return dict(self.options)
 
     def load(self, options: dict[str, Any]) -> "Pair":

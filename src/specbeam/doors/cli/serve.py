@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import Record, group
-from specbeam.doors.cli.common import require_items
+from specbeam.doors.cli.common import method_from, require_items
 from specbeam.doors.cli.options import use_threads
 from specbeam.doors.cli.serve_options import given_options, server_parameters
-from specbeam.doors.method_names import check_settings, setting_names
+from specbeam.doors.method_names import setting_names, usual_name
 from specbeam.doors.model_files import check_model, require_place_of_model
 from specbeam.doors.places import require_file
 from specbeam.engines.choices import check_is_model, check_kv, check_rounding, check_what_runs
@@ -61,7 +61,8 @@ def _serve(given: ServeArguments) -> int:
         if name not in ("", "auto"):
             setting_names(name)
     if config.method != "auto":
-        check_settings(config.method, config.settings)
+        has_draft = config.draft is not None or config.model == "bundled"
+        method_from(config.method or usual_name(has_draft), config.settings)
     from specbeam.apps.serve.run import serve as serve_until_ended
 
     return serve_until_ended(config)

@@ -9,6 +9,7 @@ from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import print_records, quiet_load
 from specbeam.doors.cli.options import Engine, Json, Model, Threads, files_to_read, folder_to_write
 from specbeam.doors.cli.train import TrainingSeed, training_bar
+from specbeam.doors.prompts import require_lines
 from specbeam.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -117,6 +118,8 @@ def train_memory(given: MemoryArguments) -> int:
     _stages(given.stages)
     if not given.data:
         raise BadSetting("--data is missing; give a file of long texts similar to later ones")
+    for file in given.data:
+        require_lines(file)
     from specbeam.lab.train.hmt import read_documents, train_hmt
 
     schedule = given.schedule

@@ -245,7 +245,7 @@ def _show(bar: "Progress", task: Any, number: int, done: float, total: float) ->
 
 
 def _is_readable(file: Path) -> bool:
-    """Return whether the beginning of a file can be read; print a message if not."""
+    """Return whether a file can be read; print a message if not."""
     from specbeam.apps.speech.audio import check_file
 
     try:
