@@ -13,7 +13,7 @@ httpx = pytest.importorskip("httpx2")
 
 from specbeam.apps.serve import app as serving  # noqa: E402
 from specbeam.apps.serve import guarding  # noqa: E402
-from specbeam.apps.serve.app import half_of_free_memory  # noqa: E402
+from specbeam.apps.serve.app import _kv_bytes, half_of_free_memory  # noqa: E402
 from specbeam.apps.serve.bounds import characters_per_token  # noqa: E402
 from specbeam.apps.serve.config import ServerConfig  # noqa: E402
 from tests.apps.serve.test_faults import answer_of, started, told  # noqa: E402
@@ -162,3 +162,11 @@ def test_half_of_the_memory_that_a_container_leaves_is_for_caches(worded, tmp_pa
     assert half_of_free_memory() == 1_500_000_000
     put_machine(tmp_path / "none", monkeypatch, {})
     assert half_of_free_memory() is None
+
+
+def test_more_memory_for_caches_than_there_is_is_refused(tmp_path, monkeypatch):
+    put_machine(tmp_path, monkeypatch, {"meminfo": "MemAvailable: 4000000 kB\n"})
+    assert _kv_bytes(ServerConfig(kv_gb=4), True) == 4_000_000_000
+    assert _kv_bytes(ServerConfig(kv_gb=5), False) == 5_000_000_000
+    with refused(r"kv_gb is 5, but only 4\.1 GB of memory are free"):
+        _kv_bytes(ServerConfig(kv_gb=5), True)

@@ -593,10 +593,23 @@ def _engine_limits(config: ServerConfig, pair: Pair) -> EngineLimits:
         max_running=config.max_running,
         max_waiting=config.max_waiting,
         max_running_per_key=config.max_running_per_key,
-        kv_bytes=int(config.kv_gb * 1e9) if config.kv_gb else half_of_free_memory(),
+        kv_bytes=_kv_bytes(config, pair.target.device.type == "cpu"),
         chunk=config.chunk,
         prefix_bytes=config.prefix_cache_mb * MIB,
     )
+
+
+def _kv_bytes(config: ServerConfig, is_on_cpu: bool) -> int | None:
+    """Return the memory for KV caches in bytes; None: unlimited. Raises `BadSetting` if it is more than there is."""
+    if not config.kv_gb:
+        return half_of_free_memory()
+    free = free_memory()
+    asked = int(config.kv_gb * 1e9)
+    if is_on_cpu and asked > free:
+        raise BadSetting(
+            f"kv_gb is {config.kv_gb:g}, but only {free / 1e9:.1f} GB of memory are free; give less, or leave it out"
+        )
+    return asked
 
 
 def half_of_free_memory() -> int | None:

@@ -80,7 +80,7 @@ def use_threads(count: int) -> None:
             os.environ[name] = str(count)
 
 
-def _check_draft(name: str) -> None:
+def check_draft(name: str) -> None:
     """Raise an error if a name of a draft is a path at which there is nothing, or an unknown rounding."""
     check_is_model(name)
     require_place_of_model(name)
@@ -140,7 +140,7 @@ Draft = Annotated[
         help="Draft model or draft head: a path or a hub id; 'mtp': the multi-token prediction modules in the target's "
         "files; 'int8', 'int4' or 'fp8': the target itself with rounded weights. By default none; the bundled target "
         "has the bundled draft.",
-        callback=checked(_check_draft),
+        callback=checked(check_draft),
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]

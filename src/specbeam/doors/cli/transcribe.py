@@ -13,11 +13,11 @@ from specbeam.doors.cli.common import check_has_head, complain, method_from, pri
 from specbeam.doors.cli.options import (
     Compute,
     Device,
-    Draft,
     Engine,
     KeysAndValues,
     QuantizeTarget,
     Settings,
+    check_draft,
     checked,
     complete_method,
     folder_to_write,
@@ -54,7 +54,16 @@ class TranscribeArguments(Record):
         str,
         typer.Option("--model", "-m", help="Whisper model: a path or a hub id.", callback=checked(check_model)),
     ]
-    draft: Draft = None
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            "-d",
+            help="Draft model: a smaller Whisper model with the same tokenizer, by path or hub id; or 'int8' or 'int4', the "
+            "model itself with rounded weights. By default none.",
+            callback=checked(check_draft),
+        ),
+    ] = None
     method: Annotated[
         str | None,
         typer.Option(
