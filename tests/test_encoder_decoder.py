@@ -14,6 +14,7 @@ from specbeam.core.decode import Decoder, decode
 from specbeam.core.forest import Forest
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
+from specbeam.engines.cache_names import cache_of
 from specbeam.engines.source import Source
 from specbeam.models import engines
 from specbeam.models.pair import load
@@ -275,7 +276,7 @@ def test_sixteen_beams_store_a_source_of_1500_frames_once_and_transformers_sixte
     seen = []
 
     def look(module, given, named, output):
-        layers = output.past_key_values.cross_attention_cache.layers
+        layers = cache_of(output).cross_attention_cache.layers
         seen.append(sum(one.numel() * one.element_size() for layer in layers for one in (layer.keys, layer.values)))
 
     handle = model.register_forward_hook(look, with_kwargs=True)

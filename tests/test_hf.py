@@ -12,6 +12,7 @@ import specbeam as sb
 from specbeam import errors
 from specbeam.core.draft.lookup import PromptLookup
 from specbeam.doors.hf.call import Call
+from specbeam.engines.cache_names import cache_argument, cache_of
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.tiny_models import tiny
@@ -278,9 +279,10 @@ def test_inputs_that_would_be_ignored_are_refused(models):
     target, _, tokenizer = models
     inputs = inputs_of(tokenizer, ["Hello"])
     ids = inputs["input_ids"]
-    filled = target(ids, use_cache=True).past_key_values
+    filled = cache_of(target(ids, use_cache=True))
+    (cache_name,) = cache_argument(target, filled)
     for given, message in (
-        ({"past_key_values": filled}, "past_key_values has 5 tokens"),
+        ({cache_name: filled}, f"{cache_name} has 5 tokens"),
         ({"token_type_ids": torch.ones_like(ids)}, "token_type_ids would be ignored"),
         ({"position_ids": torch.arange(ids.shape[1])[None].repeat(2, 1) + 3}, "position_ids other than 0, 1, 2"),
     ):

@@ -25,6 +25,7 @@ FLOORS = [
         "doors.energy",
         "doors.plain",
         "engines.arrays",
+        "engines.cache_names",
         "engines.blocks",
         "engines.mapped",
         "engines.packed",
@@ -178,8 +179,8 @@ def figures():
     [
         ("entries at the top", 12),
         ("closure of decode.py, lines", 13_900),  # what the loop needs; at most 18,000
-        ("lines", 105_100),
-        ("syntax nodes", 740_000),
+        ("lines", 105_300),
+        ("syntax nodes", 741_500),
         ("syntax nodes per line of code", 10.5),
         ("functions with more than 8 parameters", 30),
         ("conditions inside conditions", 0),

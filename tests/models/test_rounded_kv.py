@@ -7,6 +7,7 @@ from transformers import DynamicCache
 
 import specbeam as sb
 from specbeam.core import compiling
+from specbeam.engines.cache_names import cache_argument
 
 if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
@@ -44,7 +45,7 @@ def test_logits_are_those_of_transformers_with_a_rounded_cache(name):
     model = tiny(name)
     text = np.random.default_rng(3).integers(3, 61, 40).tolist()
     with torch.inference_mode():
-        expected = model(torch.tensor([text]), past_key_values=RoundedCache()).logits[0, -1]
+        expected = model(torch.tensor([text]), **cache_argument(model, RoundedCache())).logits[0, -1]
     exact = plain_logits(model, [text])[0]
     rounding = float((exact - expected).std())
     assert rounding > 1e-4 * float(expected.std())

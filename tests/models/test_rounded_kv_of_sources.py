@@ -9,6 +9,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import specbeam as sb
 from specbeam.core import compiling
 from specbeam.core.forest import Forest
+from specbeam.engines.cache_names import cache_argument
 from specbeam.errors import NotSupported
 from specbeam.models.encoder_decoder import EncoderDecoderLM
 from specbeam.models.loading.checks import check_scores_forests
@@ -40,7 +41,7 @@ def by_transformers(model, text, source, own, of_source):
     found = model(
         decoder_input_ids=torch.tensor([text]),
         encoder_outputs=BaseModelOutput(last_hidden_state=source.given),
-        past_key_values=EncoderDecoderCache(own(), of_source()),
+        **cache_argument(model, EncoderDecoderCache(own(), of_source())),
         use_cache=True,
     )
     return found.logits[0, -1]

@@ -22,6 +22,7 @@ from specbeam.doors.cli import tune
 from specbeam.doors.cli.common import method_from
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
+from specbeam.engines.cache_names import cache_argument, cache_of
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lab.bench.sublayers import best_sublayers
@@ -78,8 +79,8 @@ def without(model, skipped):
 @torch.inference_mode()
 def drafted_logits(model, fewer, text, path):
     """Logits behind `text` and `path`, where the whole model has read the text, and `fewer` reads the path after it."""
-    cache = model(input_ids=torch.tensor([text]), use_cache=True).past_key_values if text else None
-    return fewer(input_ids=torch.tensor([path]), past_key_values=cache).logits[0, -1]
+    cache = cache_of(model(input_ids=torch.tensor([text]), use_cache=True)) if text else None
+    return fewer(input_ids=torch.tensor([path]), **cache_argument(fewer, cache)).logits[0, -1]
 
 
 def bytes_of(lm, cache):

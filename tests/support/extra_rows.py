@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from specbeam.core.records import LEARNT
+from specbeam.engines.cache_names import cache_argument
 from specbeam.engines.eligibility import layers_of
 from specbeam.models.heads.bita import Bita
 from specbeam.models.heads.hidden_transfer import HiddenTransfer
@@ -34,7 +35,7 @@ def extra_head(model, kind, depth=DEPTH, seed=0, prefix=5):
 def prompted(model, tokens):
     """The cache of transformers after some tokens."""
     cache = DynamicCache()
-    model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+    model(input_ids=torch.tensor([tokens]), **cache_argument(model, cache), use_cache=True)
     return cache
 
 
@@ -73,7 +74,7 @@ def _slow_bita(head, model, path):
         inputs_embeds=head.masks.weight[None],
         attention_mask=_slow_masks(model, prefix, length, count),
         position_ids=torch.arange(length, length + count)[None],
-        past_key_values=cache,
+        **cache_argument(model, cache),
         use_cache=True,
     ).logits[0]
 

@@ -1,5 +1,7 @@
 """The public names of this package, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
+from specbeam.engines.cache_names import cache_argument as cache_argument
+from specbeam.engines.cache_names import cache_of as cache_of
 from specbeam.engines.dual_binary import BINARY_GROUP as BINARY_GROUP
 from specbeam.engines.dual_binary import DBLLM as DBLLM
 from specbeam.engines.dual_binary import dual_binary_of as dual_binary_of

@@ -15,6 +15,7 @@ from jaxtyping import Int32
 from torch import Tensor, nn
 
 from specbeam.engines.arrays import Floats, LogitRows, States, Tapped, Vector
+from specbeam.engines.cache_names import cache_argument
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import ExitLayer
 from specbeam.engines.cpu.layers import NO_ATTENTION, NO_INNER
@@ -47,7 +48,7 @@ class _At:
     def __init__(self, store: KVStore, place: int) -> None:
         self.layer = store.layers[place]
 
-    def update(self, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Store keys and values, and return all keys and values of the pass."""
         found: tuple[Tensor, Tensor] = self.layer.update(keys, values)
         return found
@@ -206,7 +207,7 @@ class LayerDecoder:
                 arguments = {
                     "attention_mask": masks[kind % NO_ATTENTION],
                     "position_ids": positions,
-                    "past_key_values": _At(store, place),
+                    **cache_argument(module, _At(store, place)),
                     "use_cache": True,
                     "position_embeddings": rotations,
                 }

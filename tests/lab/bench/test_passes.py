@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from specbeam.engines.cache_names import cache_argument
 from specbeam.lab.bench import passes as timed
 from specbeam.lab.bench.cost_fits import knee_fit, straight_fit
 from specbeam.lab.bench.passes import OURS, THEIRS, PassPlan, fits, passes
@@ -54,7 +55,7 @@ def test_both_sides_have_the_prompt_in_their_caches():
     found = lm.extend([context.session], [forest])[0].logits[1:]
     with torch.inference_mode():
         copies.cache.batch_repeat_interleave(2)
-        plain = lm.model(input_ids=torch.tensor([[5], [7]]), past_key_values=copies.cache).logits[:, -1]
+        plain = lm.model(input_ids=torch.tensor([[5], [7]]), **cache_argument(lm.model, copies.cache)).logits[:, -1]
     torch.testing.assert_close(found, plain, atol=1e-4, rtol=1e-4)
 
 

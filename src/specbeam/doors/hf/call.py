@@ -11,6 +11,7 @@ from specbeam.core.names import hint
 from specbeam.doors.options.generation_config import contradiction, read
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.options.table import config_names, warper_names
+from specbeam.engines.cache_names import NAMES
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.source import Source
 from specbeam.errors import BadSetting, NotSupported
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _KNOWN_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
 # Arguments of the model that `generate` adds itself, or that have no effect.
 _WITHOUT_EFFECT = {"use_cache", "logits_to_keep", "cache_position"}
-_CHECKED = {"attention_mask", "past_key_values", "position_ids", "token_type_ids"}
+_CHECKED = {"attention_mask", *NAMES, "position_ids", "token_type_ids"}
 _OF_SOURCES = {"encoder_outputs", "decoder_attention_mask"}  # of encoder-decoder models
 # Unsupported outputs.
 _OUTPUTS = ("output_logits", "output_attentions", "output_hidden_states")
@@ -88,11 +89,12 @@ class Call:
 
     def _check_inputs(self) -> None:
         """Raise `NotSupported` for a non-empty cache, for token types, and for positions other than 0, 1, 2, ..."""
-        cache = self.model_kwargs.get("past_key_values")
-        if cache is not None and cache.get_seq_length():
-            raise NotSupported(
-                f"past_key_values has {cache.get_seq_length()} tokens; specbeam has its own cache: leave it out"
-            )
+        for name in NAMES:
+            cache = self.model_kwargs.get(name)
+            if cache is not None and cache.get_seq_length():
+                raise NotSupported(
+                    f"{name} has {cache.get_seq_length()} tokens; specbeam has its own cache: leave it out"
+                )
         token_types = self.model_kwargs.get("token_type_ids")
         if token_types is not None and bool(token_types.any()):
             raise NotSupported("token_type_ids would be ignored; leave it out")

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float, Int64
 
+from specbeam.engines.cache_names import cache_argument, cache_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -52,8 +54,9 @@ class Guidance:
             cache = self._cache
             cache.reorder_cache(torch.tensor(parents, device=self.model.device))
             paths = paths[:, -1:]
-        output = self.model(input_ids=paths.to(self.model.device), past_key_values=cache, **self._options)
-        self._cache = output.past_key_values
+        ids = paths.to(self.model.device)
+        output = self.model(input_ids=ids, **cache_argument(self.model, cache), **self._options)
+        self._cache = cache_of(output)
         self._paths = found
         logp: torch.Tensor = output.logits[:, -1].float().log_softmax(-1)
         return logp

@@ -17,6 +17,7 @@ from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.core.measure.profiler import span
 from specbeam.core.records import FINAL, LEARNT, ExtraInputs, Needs, Scored
 from specbeam.engines.arrays import PassInputs
+from specbeam.engines.cache_names import NAMES, cache_argument
 from specbeam.engines.eligibility import lacks_taps, layers_of
 from specbeam.engines.families import head_of, positions_of
 from specbeam.engines.kv.cache import Columns, Nodes, PaddedCache
@@ -437,7 +438,7 @@ class PaddedPasses:
             **extras,
             attention_mask=masks,
             position_ids=places,
-            past_key_values=self.store,
+            **cache_argument(self.model, self.store),
             use_cache=True,
             **({"logits_to_keep": wanted} if self._keeps_rows else {}),
         )
@@ -474,7 +475,7 @@ _OWN_ARGUMENTS = (
     "inputs_embeds",
     "attention_mask",
     "position_ids",
-    "past_key_values",
+    *NAMES,
     "use_cache",
     "logits_to_keep",
 )

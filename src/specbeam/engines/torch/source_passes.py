@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int32, Int64
 
 from specbeam.engines.arrays import PassInputs
+from specbeam.engines.cache_names import cache_argument
 from specbeam.engines.kv.cache import PaddedCache
 from specbeam.engines.kv.cross import CrossStore, CrossView, ReadsSources
 from specbeam.engines.kv.masks import Mask, distances_back
@@ -53,7 +54,8 @@ class SourcePasses(ReadsSources, PaddedPasses):
 
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         first = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self.model(**plain_arguments(self.model, states, first), past_key_values=cache, use_cache=True)
+        arguments = plain_arguments(self.model, states, first)
+        self.model(**arguments, **cache_argument(self.model, cache), use_cache=True)
         layers: Sequence[Any] = cache.cross_attention_cache.layers
         return layers
 
@@ -96,17 +98,17 @@ class SourcePasses(ReadsSources, PaddedPasses):
         from transformers.cache_utils import EncoderDecoderCache
         from transformers.modeling_outputs import BaseModelOutput
 
-        cache = EncoderDecoderCache(self.store, view.cache)
+        cached = cache_argument(self.model, EncoderDecoderCache(self.store, view.cache))
         shape = (*view.mask.shape, 1)
         size = self.model.config.d_model
         shapeless = torch.zeros(1, 1, 1, dtype=self.model.dtype, device=self.device).expand(*shape[:2], size)
         if not self._is_whole:
-            return {"input_ids": ids, "attention_mask": masks, "encoder_outputs": shapeless, "past_key_values": cache}
+            return {"input_ids": ids, "attention_mask": masks, "encoder_outputs": shapeless, **cached}
         arguments = {
             "decoder_input_ids": ids,
             "decoder_attention_mask": masks,
             "encoder_outputs": BaseModelOutput(last_hidden_state=shapeless),
-            "past_key_values": cache,
+            **cached,
         }
         if self.takes_masks:
             arguments["attention_mask"] = view.mask.long()

@@ -60,7 +60,7 @@ def _cost_of(name: str, plan: HostPlan, target: IdleRuns, draft: IdleRuns) -> Ho
     """Return the cost of one method."""
     method = methods_of(plan)[name]
     law: dict[str, Any] = {} if "search" in name else LAW
-    pair = sb.Pair(None, None, None, target, draft)  # type: ignore[arg-type]
+    pair = sb.Pair(None, None, None, target, draft)
     prompts = [[3, 4, 5 + number] for number in range(plan.sessions)]
     seconds = []
     pages = []

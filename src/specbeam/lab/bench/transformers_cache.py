@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import DynamicCache
 
+from specbeam.engines import cache_argument
 from specbeam.recipes import TurnCost, seconds_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class CopiedPrompt:
         self.model = model
         self.prompt = (7 * torch.arange(length, device=model.device) + 3)[None] % model.config.vocab_size
         self.cache = DynamicCache(config=model.config)
-        model.base_model(input_ids=self.prompt, past_key_values=self.cache, use_cache=True)
+        model.base_model(input_ids=self.prompt, **cache_argument(model.base_model, self.cache), use_cache=True)
 
     @torch.inference_mode()
     def turn(self, beams: int) -> TurnCost:
@@ -40,7 +41,7 @@ class CopiedPrompt:
         order = torch.arange(beams, device=self.model.device)
         rows = (order % self.model.config.vocab_size)[:, None]
         self.model(input_ids=rows[:1])  # making the copies has evicted the weights from the CPU's caches
-        step = {"input_ids": rows, "past_key_values": cache, "use_cache": True}
+        step = {"input_ids": rows, **cache_argument(self.model, cache), "use_cache": True}
         pass_s = seconds_of(self.model.device, lambda: self.model(**step))
         kv_tokens = _bytes(cache) // token_bytes(self.model)
         settle_s = seconds_of(self.model.device, lambda: cache.reorder_cache(order // 2))
@@ -51,7 +52,8 @@ class CopiedPrompt:
 def token_bytes(model: "PreTrainedModel") -> int:
     """Return the number of bytes of the keys and values of one token in all layers."""
     cache = DynamicCache(config=model.config)
-    model.base_model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model.base_model(input_ids=token, **cache_argument(model.base_model, cache))
     return _bytes(cache)
 
 

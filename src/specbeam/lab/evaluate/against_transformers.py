@@ -10,6 +10,7 @@ import torch
 from specbeam import Method, Pair, decode
 from specbeam.core import Session
 from specbeam.doors import FORMS, Prompt, Request, Settings
+from specbeam.engines import cache_argument, cache_of
 from specbeam.errors import BadSetting, SpecbeamError
 from specbeam.lab.evaluate.replay import EqualsInOrder, Recorder, Rows, forward_logits, leaves, replaying
 
@@ -297,7 +298,7 @@ def _noise(model: Any, text: list[int], start: int) -> float:
     out = model(ids[:, :start], use_cache=True)
     rows = [out.logits[0, -1]]
     for place in range(start, ids.shape[1] - 1):
-        out = model(ids[:, place : place + 1], past_key_values=out.past_key_values, use_cache=True)
+        out = model(ids[:, place : place + 1], **cache_argument(model, cache_of(out)), use_cache=True)
         rows.append(out.logits[0, -1])
     last_place = torch.finfo(plain.dtype).eps * float(plain.amax(-1).abs().max())
     return max(_distance(plain, torch.stack(rows)), last_place)

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from specbeam import Pair
 from specbeam.doors import Settings, decoder_prompt, hears, source_of
-from specbeam.engines import as_loaded
+from specbeam.engines import as_loaded, cache_argument
 from specbeam.errors import BadPrompt, NotSupported
 from specbeam.lab.evaluate.intervals import ratio_interval
 from specbeam.models import EncoderDecoderLM
@@ -204,7 +204,7 @@ class PromptScorer:
         model = self.pair.target_model
         ids = torch.tensor([tokens], device=self.pair.target.device)
         with as_loaded(model):
-            found = model(input_ids=ids, past_key_values=self._states, use_cache=True)
+            found = model(input_ids=ids, **cache_argument(model, self._states), use_cache=True)
         logits: torch.Tensor = found.logits[0].float()
         return logits
 

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from specbeam.core.errors import BadHead, NotSupported
+from specbeam.engines.cache_names import cache_argument
 from specbeam.engines.eligibility import layers_of
 from specbeam.models.heads.arrays import Rows
 from specbeam.models.heads.layers import Attend, LayerSizes, Rotary
@@ -81,7 +82,12 @@ class BorrowedLayer(nn.Module):
         self, x: Float[Tensor, "batch rows width"], angles: Any, layer: int, attend: Attend
     ) -> Float[Tensor, "batch rows width"]:
         found = self.inner(
-            x, attention_mask=None, past_key_values=None, position_embeddings=angles, attend=attend, number=layer
+            x,
+            attention_mask=None,
+            position_embeddings=angles,
+            attend=attend,
+            number=layer,
+            **cache_argument(self.inner, None),
         )
         return found[0] if isinstance(found, tuple) else found
 

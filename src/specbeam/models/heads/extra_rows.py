@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from specbeam.core.records import ExtraInputs
+from specbeam.engines.cache_names import cache_argument
 from specbeam.engines.eligibility import check_has_trees, layers_of
 from specbeam.engines.kv.masks import Masks
 from specbeam.engines.kv.trie import AHEAD
@@ -151,7 +152,7 @@ class StoredTrees:
                 input_ids=trees.tokens,
                 position_ids=trees.depths,
                 attention_mask=self.masks.of_trees(trees.sees, trees.depths),
-                past_key_values=self.cache,
+                **cache_argument(target.base_model, self.cache),
                 use_cache=True,
             )
         self.cache.is_full = True
@@ -177,7 +178,7 @@ class StoredTrees:
                 inputs_embeds=torch.zeros_like(flat) if layer else flat,
                 position_ids=positions.flatten(1),
                 attention_mask=self.masks.of_rows(seen, positions.flatten(1), slot_positions),
-                past_key_values=self.cache,
+                **cache_argument(self.target.base_model, self.cache),
                 use_cache=True,
             ).last_hidden_state
         return last.view(rows, count, depth, width)

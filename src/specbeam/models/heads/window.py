@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from specbeam.engines.cache_names import cache_argument
 from specbeam.engines.eligibility import layers_of
 from specbeam.engines.kv.masks import Masks
 from specbeam.models.early_layers import last_norm
@@ -67,7 +68,7 @@ def through_last_layers(
             attention_mask=of_layer,
             position_ids=positions,
             position_embeddings=angles,
-            past_key_values=cache,
+            **cache_argument(layer, cache),
         )
     normed: Tensor = last_norm(model)(states)
     return normed
