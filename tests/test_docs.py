@@ -3,7 +3,10 @@
 import ast
 import importlib
 import inspect
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -38,6 +41,19 @@ def test_write_a_method(capsys):
     exec(compile(wrong, "wrong", "exec"), room)
     with pytest.raises(AssertionError):
         exec(compile(code[2], "docs/write_a_method.md", "exec"), room)
+
+
+@needs_pair
+def test_a_proof_by_itself_enumerates_what_is_drafted():
+    """In a fresh process, whose first enumeration imports the steps that it needs."""
+    code = blocks("write_a_method.md")
+    program = f"{code[0]}\n{code[2]}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    accepted = [float(one) for one in re.findall(r"([0-9.]+) of 2 draft layers accepted", done.stdout)]
+    assert len(accepted) > 1
+    assert min(accepted) > 1
 
 
 GUIDES = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "guides").glob("*.md"))

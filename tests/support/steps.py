@@ -1,11 +1,16 @@
 """The source of steps, in place of what is compiled of it."""
 
+import pkgutil
 import sys
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
 
 import numpy as np
 import pytest
 
+import specbeam.core
+import specbeam.recipes
 from specbeam.core.steps import AVAILABLE, Verb
 
 if AVAILABLE:
@@ -24,15 +29,18 @@ def source_of(step):
 
 @contextmanager
 def source_of_steps(compiled_from="-"):
-    """Let all steps of the package run as Python while the context lasts, but those of packages with this name.
+    """Let all steps run as Python while the context lasts, of whatever module, but those of packages with this name.
 
     Engines for CPUs have compiled forms only. A patch of a step that begins inside the context must end inside it, or it
-    would put the Python function back for all tests that follow.
+    would put the Python function back for all tests that follow. Steps must be imported before, or they would run compiled
+    among those that do not.
     """
     if not AVAILABLE or _INSIDE[0]:
         with np.errstate(all="ignore"):
             yield
         return
+    _import_steps()
+    known = len(_FUNCTIONS)
     sources = _SOURCES.setdefault(compiled_from, _Sources(compiled_from))
     replaced = []
     for place, name in _names_of_steps():
@@ -50,6 +58,10 @@ def source_of_steps(compiled_from="-"):
         patched = [name for place, name, _, source in replaced if place[name] is not source]
         for place, name, value, _ in replaced:
             place[name] = value
+        late = sorted({module for module, _ in [*_FUNCTIONS][known:]})
+        assert not late, (
+            f"{', '.join(late)} was imported inside `source_of_steps`, and its steps ran compiled: import it before"
+        )
         assert not patched, f"patches of {patched} outlive `source_of_steps`: undo them before it ends"
 
 
@@ -92,11 +104,20 @@ def _names_of_steps():
 _STEPS: list = []
 
 
+@cache
+def _import_steps():
+    """Import the modules of the core and of the recipes, which are otherwise imported when they are first needed."""
+    for package in (specbeam.core, specbeam.recipes):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            import_module(module.name)
+
+
 def _places_of_steps():
     """The names of each module, and each table of steps that has a name there."""
     places = []
+    others = {module for module, _ in _FUNCTIONS}  # somebody's own
     for key, module in list(sys.modules.items()):
-        if key.startswith(("specbeam.", "tests.")):
+        if key.startswith(("specbeam.", "tests.")) or key in others:
             tables = [
                 value for name, value in vars(module).items() if type(value) is dict and not name.startswith("__")
             ]
