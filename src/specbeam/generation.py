@@ -79,11 +79,13 @@ def generate(
         BadPrompt, BrokenLaw, TooFewAnswers: the only prompt failed.
         SomeFailed: some of several prompts failed; the results of the others are in its `generations`.
     """
-    pair = as_pair(pair)
+    pair = as_pair(pair, prompts)
     check_names(generate, options, [usual_name(pair.draft is not None)])
     require(isinstance(audit, bool), "audit", audit, "True or False")
     request = _request(pair, prompts, method, options, generation_config, seed, audit)
     if streamer is not None:
+        has_both = all(callable(getattr(streamer, name, None)) for name in ("put", "end"))
+        require(has_both, "streamer", streamer, "a streamer of transformers, with the methods put and end")
         _check_single(request)
     results: dict[int, list[Generation] | SpecbeamError] = {}
 
@@ -119,7 +121,7 @@ def stream(
 
     The arguments and errors are those of `generate`, for one prompt with one return sequence.
     """
-    pair = as_pair(pair)
+    pair = as_pair(pair, prompt)
     check_names(stream, options, [usual_name(pair.draft is not None)])
     if pair.known("tokenizer") is None:
         raise NotSupported("streaming text needs a tokenizer; give load(tokenizer=...)")
@@ -157,7 +159,7 @@ def turns_of(
     The arguments and errors are those of `generate`, for one prompt with one return sequence. The logits of a turn are
     valid until the next turn.
     """
-    pair = as_pair(pair)
+    pair = as_pair(pair, prompt)
     check_names(turns_of, options, [usual_name(pair.draft is not None)])
     session = _single_request(pair, prompt, method, options, generation_config, seed).sessions[0]
     for turns in decode(pair.target, [session]):

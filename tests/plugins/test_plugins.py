@@ -26,6 +26,7 @@ from tests.plugins.bigram_drafter import BigramDrafter
 from tests.plugins.bigram_engine import BigramLM
 from tests.plugins.lenient_rule import LenientRule, verify_leniently
 from tests.plugins.sawtooth_controller import Sawtooth
+from tests.support.checking import refused
 from tests.support.tiny_models import tiny
 
 VOCAB = 61
@@ -236,3 +237,24 @@ def test_functions_of_parts_that_run_compiled_are_not_called():
     assert decoded(lambda: (bigrams(), shy), ahead=8)[:2] == decoded(with_everything, ahead=8)[:2]
     with pytest.raises(BrokenPart, match="InPythonAlone"):
         decoded(lambda: (bigrams(), shy), ahead=0)
+
+
+def test_a_target_of_ones_own_is_loaded_as_a_pair():
+    near = BigramLM(LOGITS + RNG.normal(size=LOGITS.shape) / 2)
+    own = sb.load(BigramLM(LOGITS), near)
+    prompts = [[1, 7, 3], [4, 4]]
+    drafted = sb.generate(own, prompts, sb.dsbd(3), seed=1, max_new_tokens=12)
+    plain = sb.generate(own, prompts, sb.beam_sampling(3), seed=1, max_new_tokens=12)
+    assert [[beam.tokens for beam in one.beams] for one in drafted] == [
+        [beam.tokens for beam in one.beams] for one in plain
+    ]
+    assert sum(one.report.target_passes for one in drafted) < sum(one.report.target_passes for one in plain)
+    assert "BigramLM" in repr(own)
+    for given, message in (
+        ({"draft": near, "quantize": "int8"}, r"quantize of load\(\) is for models of transformers"),
+        ({"draft": "bundled"}, "the target is your own; give a model of your own, or none"),
+    ):
+        with refused(message):
+            sb.load(BigramLM(LOGITS), **given)
+    with refused("draft is .* of type BigramLM"):
+        sb.load("bundled", near)

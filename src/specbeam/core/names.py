@@ -26,7 +26,10 @@ def nearest(name: str, known: Iterable[str], aliases: Mapping[str, str] | None =
     if meant in names:
         return meant
     near = difflib.get_close_matches(name, names, 1)
-    return near[0] if near else ""
+    if near:
+        return near[0]
+    longer = [one for one in names if len(name) > 2 and one.startswith(f"{name}_")]
+    return longer[0] if longer else ""
 
 
 def hint(name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None) -> str:

@@ -110,7 +110,7 @@ def best(
         BadSetting, NotSupported: an option is wrong, or leaves the scores of prefixes without a bound.
         TooFewAnswers: no text ended within the limits.
     """
-    pair = as_pair(pair)
+    pair = as_pair(pair, prompt)
     check_names(best, {name: value for name, value in options.items() if name not in _DIVERSE})
     settings = best_settings(options, generation_config)
     method = best_first(n, limit, width, drafter=drafter)

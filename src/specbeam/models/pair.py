@@ -4,6 +4,7 @@ import reprlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,6 +44,7 @@ from specbeam.models.loading.language_models import (
     placed_language_model,
 )
 from specbeam.models.loading.models import bundled_folder, device_of, model_of, name_or_path
+from specbeam.models.loading.own import is_own, own_draft
 from specbeam.models.loading.spread import check_before_spreading, check_spread, has_encoder
 from specbeam.models.loading.tokenizers import ends_of, read_tokenizer
 from specbeam.models.loading.vocabularies import tokens_in_common
@@ -76,10 +78,10 @@ class Pair:
     They are objects of transformers. `load` may have left one in its files until it is read here: see `known_folders.py`.
     """
 
-    target_model: "PreTrainedModel"
+    target_model: "PreTrainedModel | Any"  # None for a language model of one's own
     draft_model: "PreTrainedModel | None"
     tokenizer: "PreTrainedTokenizerBase | None"
-    target: HuggingFaceLM | MemoryLM | ChainLM = field(
+    target: HuggingFaceLM | MemoryLM | ChainLM | Any = field(
         repr=False
     )  # scores forests with `target_model`; with memory see `hmt`
     draft: LM | None = field(repr=False)  # scores forests with `draft_model` or a head
@@ -158,11 +160,16 @@ for _name in ("target_model", "draft_model", "tokenizer"):
     setattr(Pair, _name, LoadedWhenRead(_name))
 
 
-def as_pair(pair: Any) -> Pair:
+def as_pair(pair: Any, prompts: Any = None) -> Pair:
     """Return a pair unchanged, or load the pair of a name or path.
 
     Raises `BadSetting` for anything else, such as a model: each call would check and prepare it again.
+
+    Args:
+        prompts: the argument after the pair.
     """
+    if isinstance(prompts, Pair):
+        raise BadSetting("the pair is given as prompt; give the pair first, such as sb.generate(pair, prompts)")
     if isinstance(pair, Pair):
         return pair
     if isinstance(pair, (str, Path)):
@@ -208,8 +215,8 @@ _ELSEWHERE = {
 
 @refusing_unknown("option", _ELSEWHERE, rarely_collected)
 def load(
-    target: "str | Path | PreTrainedModel",
-    draft: "str | Path | PreTrainedModel | Skipping | None" = None,
+    target: "str | Path | PreTrainedModel | LM",
+    draft: "str | Path | PreTrainedModel | Skipping | LM | None" = None,
     tokenizer: "str | Path | PreTrainedTokenizerBase | Literal[False] | None" = None,
     dtype: "str | torch.dtype" = "auto",
     device: str | torch.device | None = None,
@@ -235,6 +242,7 @@ def load(
             merged into its base model (docs/models.md).
             "vllm:MODEL" and engine objects of vLLM are run by vLLM, and "openai:URL" by a server that lists
             log-probabilities of token ids (docs/on_vllm.md); their drafts are models, or made without a model.
+            Or a language model of your own, an `LM` (docs/write_a_method.md), whose draft is one, too, or None.
         draft: None for methods without a draft model; otherwise one of:
             - a model, given like the target. Its tokens must be the target's; it may have a padded vocabulary, and tokens
               of only one of both models are never drafted (docs/models.md).
@@ -312,6 +320,16 @@ def load(
             files hold weights that were rounded in a way that cannot be read.
     """
     show_compilation()
+    if is_own(target):
+        usual = {name: one.default for name, one in signature(load).parameters.items()}
+        of_transformers = {
+            "dtype": dtype, "device": device, "quantize": quantize, "quantize_draft": quantize_draft,
+            "draft_vocab": draft_vocab, "compile": compile, "device_map": device_map, "tensor_parallel": tensor_parallel,
+            "kv": kv, "engine": engine, "compute": compute,
+        }  # fmt: skip
+        changed = {name: value for name, value in of_transformers.items() if value != usual[name]}
+        own_tokenizer = read_tokenizer(tokenizer) if tokenizer else None
+        return Pair(None, None, own_tokenizer, target, own_draft(draft, changed))
     if isinstance(target, str) and target == "bundled":
         draft = draft or "bundled"
     target = bundled_folder(target, "target")

@@ -78,6 +78,9 @@ def resolve(method: Any) -> Method:
         raise BadSetting(f"the method is a recipe that was not called; write sb.{method.__name__}()")
     if not isinstance(method, str):
         raise BadSetting(f"the method is {method!r}; give its name, or a method such as sb.dsbd(beams=4)")
+    first, *settings = method.split() or [""]
+    if settings and first in recipes:
+        raise BadSetting(f"the method {method!r} has settings; write sb.{first}({', '.join(settings)})")
     if method not in recipes:
         raise BadSetting(f"there is no method {method!r}{hint(method, recipes)}; choose one of {', '.join(recipes)}")
     return recipes[method]()

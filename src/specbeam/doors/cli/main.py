@@ -76,7 +76,10 @@ class Commands(PlainGroup):
 def _advice(error: Any) -> str:
     """Return a hint for an unknown option that is a setting of methods, at a command with settings; otherwise ""."""
     takes_settings = any("--set" in one.opts for one in error.ctx.command.params)
-    _, setting = setting_meant(error.option_name.lstrip("-").replace("-", "_"))
+    name = error.option_name.lstrip("-").replace("-", "_")
+    if takes_settings and name == "do_sample":
+        return "; methods sample, unless their name says greedy or search: leave it out"
+    _, setting = setting_meant(name)
     return f"; it is a setting of methods: --set {setting}=..." if takes_settings and setting else ""
 
 

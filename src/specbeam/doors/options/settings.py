@@ -262,6 +262,7 @@ def _as_json(schema: Any) -> str:
             value = dict(value)
         text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadSetting(f"json_schema is not valid JSON: {error}") from error
+        advice = "; give the schema itself, as an object or its text" if isinstance(schema, str) else ""
+        raise BadSetting(f"json_schema is not valid JSON: {error}{advice}") from error
     require(isinstance(value, dict), "json_schema", value, "an object, or True for any JSON; one serves all prompts")
     return text

@@ -328,7 +328,12 @@ _BUILT_IN = (
             (checks.are_texts, "texts of at least one character"),
             (checks.are_proper, "valid Unicode text; this has half a character (a lone surrogate)"),
         ),
-        flag=Flag("Text that ends an answer. May be given several times.", list[str], "stop", is_common=True),
+        flag=Flag(
+            "Text that ends an answer, which keeps it and the rest of its last token. May be given several times.",
+            list[str],
+            "stop",
+            is_common=True,
+        ),
         names=("stop",),
     ),
     GenerationOption(
