@@ -28,10 +28,19 @@ def terminal(monkeypatch):
     return written
 
 
-@pytest.mark.parametrize(("made", "said"), [(7, "once: 7 of 40 steps"), (41, "once per kind of call: 41 steps so far")])
-def test_steps_are_counted_while_they_are_compiled(terminal, monkeypatch, made, said):
+@pytest.mark.parametrize(
+    ("made", "is_kept", "said"),
+    [
+        (7, False, "once: 7 of 40 steps"),
+        (41, False, "once per kind of call: 5 steps so far"),
+        (7, True, "once per kind of call: 5 steps so far"),
+    ],
+)
+def test_steps_are_counted_while_they_are_compiled(terminal, monkeypatch, made, is_kept, said):
     monkeypatch.setattr(forms, "_MADE", made)
+    monkeypatch.setattr(forms, "_COMPILED", 3)
     monkeypatch.setattr(progress, "_of_first_text", lambda: 40)
+    monkeypatch.setattr(progress, "_has_first_text", lambda: is_kept)
     progress.show_compilation()
     forms.tell(begins=True)
     forms.tell(begins=True)  # a step that the first one calls
@@ -75,6 +84,20 @@ def test_a_listener_that_fails_costs_no_text(caplog, monkeypatch):
     assert caplog.text.count("the terminal is gone") == 1
 
 
+def test_the_steps_of_a_first_text_are_there_if_they_are_kept_or_shipped(tmp_path, monkeypatch):
+    monkeypatch.setattr("specbeam.core.compiling.code_cache.code_folder", lambda: tmp_path)
+    monkeypatch.setattr(progress, "_of_first_text", lambda: 3)
+    look = progress._has_first_text.__wrapped__
+    monkeypatch.setattr(forms, "_MADE", 2)
+    for number in range(4):
+        assert look() == (number >= 3)
+        (tmp_path / f"{number}.nbc").touch()
+    monkeypatch.setattr(progress, "_of_first_text", lambda: 300)
+    assert not look()
+    monkeypatch.setattr(forms, "_MADE", 100)  # more than are kept
+    assert look()
+
+
 def test_the_time_left_is_that_of_the_steps_before(terminal, monkeypatch):
     now = iter([100.0, 160.0])
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(now)))
@@ -110,6 +133,7 @@ def test_a_pipe_gets_lines_of_a_long_compilation(seconds, lines, monkeypatch, ca
     """After five seconds of all compilations together, and every fifteen; those inside others do not count twice."""
     monkeypatch.setattr(forms, "_MADE", 7)
     monkeypatch.setattr(progress, "_of_first_text", lambda: 40)
+    monkeypatch.setattr(progress, "_has_first_text", lambda: False)
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     note = progress.CompilationNote()

@@ -13,6 +13,7 @@ from typing import Any
 from specbeam.errors import BadSetting
 
 VARIABLE = "SPECBEAM_PROGRESS"  # "off": no bars
+_FEW_LOADED = 50  # more steps that are not in the folder of machine code come from a wheel
 _FEW = 5  # steps from whose times the rest is not estimated
 _LOCK = RLock()
 SILENT_S = 5.0  # seconds of compilation before the first line, where no bar is shown
@@ -27,12 +28,14 @@ class CompilationBar:
     """
 
     def __init__(self, console: Any) -> None:
+        from specbeam.core.compiling.forms import forms_made
+
         self.console = console
         self.progress: Any = None  # the bar that is shown
         self.under_way = 0  # number of nested compilations: a step's callees are compiled inside its own
         self._spent_s = 0.0  # of compilations that are over
         self._began = 0.0
-        self._known = _steps()[0]  # steps compiled before this bar
+        self._known = forms_made()  # steps compiled before this bar
 
     def note(self, begins: bool) -> None:
         """Note that the compilation of a step begins or ends, and show or hide the bar."""
@@ -105,8 +108,7 @@ def compilation_line(done: int, total: int | None) -> str:
     """Return how far the compilation of steps is, as a text.
 
     Args:
-        done: number of steps so far.
-        total: number of steps of a first text; None: it has them, and another kind of model or method needs further ones.
+        done, total: see `_steps`.
     """
     if total is None:
         return f"compiling for this processor, once per kind of call: {done} steps so far"
@@ -114,11 +116,28 @@ def compilation_line(done: int, total: int | None) -> str:
 
 
 def _steps() -> tuple[int, int | None]:
-    """Return the number of steps that this process has, and the number that a first text needs; None if it has as many."""
-    from specbeam.core.compiling.forms import forms_made
+    """Return the number of steps that this process has, and the number that a first text needs.
+
+    If they were there before, return the number that this process compiles, and None.
+    """
+    from specbeam.core.compiling.forms import forms_compiled, forms_made
 
     done = forms_made()
-    return done, _of_first_text() if done < _of_first_text() else None
+    if _has_first_text() or done >= _of_first_text():
+        return forms_compiled(), None
+    return done, _of_first_text()
+
+
+@cache
+def _has_first_text() -> bool:
+    """Return whether the steps of a first text were there when this process began to compile: kept, or in a wheel."""
+    from specbeam.core.compiling.code_cache import code_folder
+    from specbeam.core.compiling.forms import forms_made
+
+    folder = code_folder()
+    kept = 0 if folder is None else sum(1 for _ in folder.rglob("*.nbc"))
+    is_shipped = forms_made() - kept > _FEW_LOADED
+    return kept >= _of_first_text() or is_shipped
 
 
 @cache
@@ -142,8 +161,7 @@ class CompilationWatch:
 
     @property
     def progress(self) -> dict[str, int | None] | None:
-        """The number of steps so far ("done"), and that of a first text ("total"; None if it has as many); None if nothing
-        is compiled now."""
+        """The numbers of `_steps` ("done", "total"); None if nothing is compiled now."""
         if not self._under_way:
             return None
         done, total = _steps()

@@ -9,6 +9,7 @@ Listener = Callable[[bool], None]  # is called with True when a compilation begi
 _LOG = logging.getLogger(__name__)
 _LOCK = Lock()
 _MADE = 0
+_COMPILED = 0
 _LISTENERS: list[Listener] = []
 
 
@@ -24,6 +25,11 @@ def forms_made() -> int:
     return _MADE
 
 
+def forms_compiled() -> int:
+    """Return the number of forms that this process has begun to compile."""
+    return _COMPILED
+
+
 def listen(listener: Listener) -> None:
     """Tell a listener of each compilation. Compiling a form compiles the forms that it calls."""
     _LISTENERS.append(listener)
@@ -31,6 +37,10 @@ def listen(listener: Listener) -> None:
 
 def tell(begins: bool) -> None:
     """Tell all listeners that the compilation of a form begins or ends. A listener that fails is dropped, with a warning."""
+    global _COMPILED
+    if begins:
+        with _LOCK:
+            _COMPILED += 1
     for listener in [*_LISTENERS]:
         try:
             listener(begins)
