@@ -199,19 +199,22 @@ def _waits_for_compiled(model: "PreTrainedModel") -> str:
     return _too_large(model)
 
 
-def advice_for_object(model: "PreTrainedModel", engine: str) -> str:
-    """Return a warning about a model object that would run compiled if `load` got its files instead; "" for others.
+def advice_for_plain(model: "PreTrainedModel", engine: str, is_object: bool) -> str:
+    """Return a warning about a model that would run compiled if `load` got its files without a type; "" for others.
 
     Args:
-        engine: the engine that runs the object.
+        engine: the engine that runs the model.
+        is_object: whether `load` got the object; otherwise its files and a type.
     """
     why = _waits_for_compiled(model) if engine == "plain" and model.device.type == "cpu" else ""
     if not why or misfit_of_family(model):
         return ""
     name = repr(model.name_or_path) if model.name_or_path else "FOLDER"
+    what = f"{type(model).__name__} object" if is_object else type(model).__name__
+    advice = f"sb.load({name})" if is_object else f"sb.load({name}) without dtype"
     return (
-        f"transformers' own forward runs this {type(model).__name__} object, because {why}. sb.load({name}) runs its files "
-        f"compiled, {_FACTOR}; or give engine='compiled', which keeps both copies"
+        f"transformers' own forward runs this {what}, because {why}. {advice} runs its files compiled, {_FACTOR}; or give "
+        "engine='compiled', which keeps both copies"
     )
 
 

@@ -24,7 +24,7 @@ from specbeam.models.chains.loading import check_served_options, served_models
 from specbeam.models.chains.targets import opened_target
 from specbeam.models.checkpoints.folders import BUNDLED as BUNDLED
 from specbeam.models.encoder_decoder import EncoderDecoderLM
-from specbeam.models.engines import MAPPING, advice_for_object
+from specbeam.models.engines import MAPPING, advice_for_plain
 from specbeam.models.huggingface import HuggingFaceLM, vocab_of
 from specbeam.models.loading.drafts import (
     DraftOptions,
@@ -416,7 +416,9 @@ def load(
     models = [lm for lm in (target_lm, draft_lm) if isinstance(lm, HuggingFaceLM)]
     for lm in models if engine == "auto" else []:
         is_given = any(lm.given_model is one for one in (target, given.model))  # as an object
-        advice = advice_for_object(lm.model, lm.engine) if is_given else ""
+        has_type = isinstance(dtype, torch.dtype) or dtype != "auto"
+        is_plain = lm.engine == "plain" and (is_given or has_type)
+        advice = advice_for_plain(lm.model, lm.engine, is_given) if is_plain else ""
         if advice:
             warnings.warn(advice, stacklevel=3)  # the caller of `load`, which is decorated
     if compile and "torch" not in {lm.engine for lm in models}:

@@ -51,3 +51,10 @@ def test_others_are_not(monkeypatch):
     monkeypatch.setattr(engines, "LARGEST_WIDENED", 1000)
     assert loaded(tiny("llama"), engine="plain") == ("plain", [])  # as asked
     assert loaded(tiny("llama"), quantize="int8") == ("int8", [])
+
+
+def test_so_are_files_that_are_loaded_in_a_type(tmp_path):
+    tiny("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="without dtype runs its files compiled"):
+        pair = sb.load(tmp_path, tokenizer=False, dtype="bfloat16")
+    assert pair.target.engine == "plain"
