@@ -41,6 +41,12 @@ def test_wrong_options_are_refused_before_anything_is_read(option, value):
         sb.load("no/such/folder", **{option: value})
 
 
+def test_a_draft_that_is_not_there_is_said_before_the_target_is_loaded(monkeypatch):
+    monkeypatch.setattr("specbeam.models.pair.model_at_hand", None)
+    with pytest.raises(MissingFile, match="there is no folder /nowhere"):
+        sb.load(BUNDLED / "target", "/nowhere")
+
+
 @pytest.mark.parametrize(
     ("draft", "what"),
     [

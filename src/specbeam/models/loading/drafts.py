@@ -9,6 +9,7 @@ import torch
 
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
+from specbeam.doors.model_files import require_place_of_model
 from specbeam.doors.options.checks import is_integer
 from specbeam.engines.choices import BY_LIBRARY, OWN_ROUNDINGS, Quantize, is_rounding
 from specbeam.engines.cpu.cache_words import KVType
@@ -119,12 +120,16 @@ def draft_of(
 def check_draft_options(draft: Any, quantize_draft: Any, draft_vocab: Any) -> None:
     """Raise `BadSetting` if an option of `load` for draft models is wrong, or if the draft is no model.
 
+    Raises `MissingFile` for a path with nothing there.
+
     Args:
         draft, quantize_draft, draft_vocab: see `load`.
     """
     if draft_vocab is not None and (not is_integer(draft_vocab) or draft_vocab < 1):
         raise BadSetting(f"draft_vocab is {draft_vocab!r}; it is a number of tokens, at least 1")
     given = {"quantize_draft": quantize_draft, "draft_vocab": draft_vocab}
+    if isinstance(draft, (str, Path)) and not is_rounding(draft):
+        require_place_of_model(str(draft))
     names = [name for name, value in given.items() if value is not None]
     what = _instead_of_model(draft) if names else ""
     if what:
