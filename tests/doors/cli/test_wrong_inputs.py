@@ -1,5 +1,6 @@
 """Every command with every kind of wrong input: an exit code and a sentence, before any model is loaded."""
 
+import io
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import time
 import pytest
 import typer.main
 
+from specbeam.doors.cli.generate import placed_prompts
 from specbeam.doors.cli.main import app, main
 from tests.doors.cli.test_commands import specbeam
 from tests.support import words
@@ -145,6 +147,15 @@ def test_a_table_is_not_read_as_lines(here, nothing_is_loaded, command, file):
     (here / file).write_text("id,prompt\n1,abc\n")
     arguments = [file if one == "FILE" else one for one in READING[command]]
     check_refused(*specbeam(*arguments), f"{file} has no prompt per line")
+
+
+def test_prompts_that_look_like_files_and_lines_of_json_are_said_to_be_texts(here, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"prompt": "abc"}\n'))
+    sources, _, _ = placed_prompts([], [], str)
+    assert [one.text for one in sources] == ['{"prompt": "abc"}']
+    assert "seems to be JSON lines, but is read as text" in capsys.readouterr().err
+    placed_prompts(["good.jsonl", "x" * 5000, "folder", "no.jsonl"], [], str)
+    assert capsys.readouterr().err.count("is read as a prompt; --file reads the file") == 1
 
 
 def test_files_of_outputs_and_of_long_texts_are_read_with_the_model(here, models):

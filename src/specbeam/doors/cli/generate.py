@@ -235,6 +235,8 @@ def placed_prompts(
     """
     for number, text in enumerate(prompts, 1):
         require_text(f"argument {number}", text)
+        if _is_name_of_file(text):
+            complain(f"note: {text} is read as a prompt; --file reads the file")
     sources = [PromptSource(text, f"argument {number}", number - 1) for number, text in enumerate(prompts, 1)]
     places = len(prompts)
     unreadable = 0
@@ -295,6 +297,14 @@ def _standard_input() -> list[str]:
             f"standard input is not valid {sys.stdin.encoding}: {error.reason}; give it as UTF-8"
         ) from error
     return text.removesuffix("\n").split("\n") if text else []
+
+
+def _is_name_of_file(text: str) -> bool:
+    """Return whether a prompt is the name of a file with a suffix."""
+    try:
+        return bool(Path(text).suffix) and Path(text).is_file()
+    except (OSError, ValueError):  # too long for a name
+        return False
 
 
 def _is_prompt_object(line: str) -> bool:
