@@ -86,6 +86,9 @@ def test_texts_of_a_real_target_that_drafts_for_itself_have_its_law(kind, rule):
     method = sb.swift(**SKIPS[kind], depth=2, sure=0.4, rule=rule)
     own = method.parts(lm)
     drafted = replace(own, drafter=replace(own.drafter, growth=GROWTHS["always two"]))
+    first = Session(PROMPT, drafted, Warp(), Limits(2, (), keep=99), 1)
+    list(decode(OfPaths(lm), [first]))  # compiles the steps that the engine calls
+    assert first.failure is None
     with source_of_steps(("specbeam.engines.cpu", "specbeam.kernels")):
         target = OfPaths(lm)
         law = law_of_texts_of(target, drafted)
