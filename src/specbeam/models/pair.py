@@ -4,7 +4,6 @@ import reprlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from inspect import signature
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
@@ -320,16 +319,20 @@ def load(
             files hold weights that were rounded in a way that cannot be read.
     """
     show_compilation()
+    how_it_runs = {
+        "quantize": quantize,
+        "compile": compile,
+        "device_map": device_map is not None,
+        "tensor_parallel": tensor_parallel,
+        "kv": kv,
+        "engine": engine,
+        "compute": compute,
+    }
+    of_draft = {"quantize_draft": quantize_draft, "draft_vocab": draft_vocab}
     if is_own(target):
-        usual = {name: one.default for name, one in signature(load).parameters.items()}
-        of_transformers = {
-            "dtype": dtype, "device": device, "quantize": quantize, "quantize_draft": quantize_draft,
-            "draft_vocab": draft_vocab, "compile": compile, "device_map": device_map, "tensor_parallel": tensor_parallel,
-            "kv": kv, "engine": engine, "compute": compute,
-        }  # fmt: skip
-        changed = {name: value for name, value in of_transformers.items() if value != usual[name]}
-        own_tokenizer = read_tokenizer(tokenizer) if tokenizer else None
-        return Pair(None, None, own_tokenizer, target, own_draft(draft, changed))
+        of_files = {"dtype": dtype, "device": device, "share_from": share_from}
+        own = own_draft(draft, how_it_runs | of_draft | of_files)
+        return Pair(None, None, read_tokenizer(tokenizer) if tokenizer else None, target, own)
     if isinstance(target, str) and target == "bundled":
         draft = draft or "bundled"
     target = bundled_folder(target, "target")
@@ -354,21 +357,10 @@ def load(
     is_usual = takes_defaults and has_usual_draft and engine in ("auto", "compiled")
     opened = opened_target(target, dtype, tokenizer)
     if opened is not None:
-        check_served_options(
-            {
-                "quantize": quantize is not None,
-                "compile": compile,
-                "device_map": device_map is not None,
-                "tensor_parallel": tensor_parallel,
-                "kv": kv is not None,
-                "engine": engine != "auto",
-                "compute": compute is not None,
-            }
-        )
-        of_draft = DraftOptions(check, False, share_from, probe)
-        given_of_draft = {"quantize_draft": quantize_draft, "draft_vocab": draft_vocab}
+        check_served_options(how_it_runs)
+        options_of_draft = DraftOptions(check, False, share_from, probe)
         draft_dtype = "auto" if isinstance(target, str) else dtype
-        return Pair(*served_models(opened, draft, tokenizer, draft_dtype, torch_device, of_draft, **given_of_draft))
+        return Pair(*served_models(opened, draft, tokenizer, draft_dtype, torch_device, options_of_draft, **of_draft))
     _check_kind("target", target, (str, Path, torch.nn.Module))
     if is_spread:
         check_spread(target, quantize, compile, device_map, tensor_parallel, kv)

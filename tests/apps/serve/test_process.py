@@ -1,5 +1,6 @@
 """The server as a process of its own: signals, and what it says."""
 
+import errno
 import os
 import re
 import signal
@@ -135,6 +136,36 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_loaded():
         assert sockets
         for one in sockets:
             one.close()
+
+
+FAMILIES = ((socket.AF_INET6, "::1"), (socket.AF_INET, "127.0.0.1"))
+
+
+@pytest.mark.parametrize("where", ["socket", "bind"])
+def test_a_machine_without_ipv6_listens_at_its_other_addresses(where, monkeypatch):
+    """As in many containers, whose names still have an address of IPv6."""
+    real = socket.socket
+
+    class Without(real):
+        def __init__(self, family, *given):
+            if where == "socket" and family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family, *given)
+
+        def bind(self, address):
+            if self.family == socket.AF_INET6:
+                raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+            super().bind(address)
+
+    addresses = [(family, socket.SOCK_STREAM, 6, "", (host, 0)) for family, host in FAMILIES]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **named: addresses)
+    monkeypatch.setattr(socket, "socket", Without)
+    (one,) = bound_sockets("localhost", 0)
+    assert one.family == socket.AF_INET
+    one.close()
+    addresses.pop()
+    with pytest.raises(BadSetting, match="the server cannot listen at localhost:0"):
+        bound_sockets("localhost", 0)
 
 
 class Process:

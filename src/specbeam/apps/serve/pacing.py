@@ -10,8 +10,8 @@ MOST_CLIENTS = 1024  # clients that are remembered
 class RefusalPace:
     """Delays the refusals of a client that is refused often.
 
-    Reading and refusing a request takes milliseconds of the thread that serves all clients. A client that ignores
-    `Retry-After` would fill it; a client that is refused now and then is told at once.
+    Each refusal takes milliseconds of the thread that serves all clients, and a client that ignores `Retry-After` could
+    keep it busy. Clients that are rarely refused get their answer at once.
 
     Args:
         clock: returns the time in seconds.

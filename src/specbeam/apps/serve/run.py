@@ -1,5 +1,6 @@
 """Running the server as a process: signals, watchdog, shutdown and log."""
 
+import errno
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from specbeam.doors import load_by_name, silence_transformers
 from specbeam.errors import BadSetting
 
 LOG = logging.getLogger("specbeam.serve")
+_NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # such as IPv6 in many containers
 WATCH_S = 1.0  # seconds between two checks of the engine
 LAST_S = 5.0  # seconds to send the last answers before the process is ended by force
 CUT_S = 5.0  # seconds after `drain_timeout` in which the engine cuts the texts that remain
@@ -114,29 +116,41 @@ def serve(config: ServerConfig) -> int:
 
 
 def bound_sockets(host: str, port: int) -> list[socket.socket]:
-    """Return a socket for each address of a host, which will listen at a port. Raises `BadSetting` if there is none."""
+    """Return a bound socket for each address of a host that this machine has. Raises `BadSetting` if one cannot be bound."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise BadSetting(f"host is {host!r}, which is no address of this machine: {error.strerror}") from error
     sockets: list[socket.socket] = []
+    failure: OSError | None = None
     for family, kind, protocol, _, address in dict.fromkeys(found):
-        one = socket.socket(family, kind, protocol)
-        sockets.append(one)
         try:
-            if os.name == "posix":  # elsewhere it would share the port with others
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            one.bind(address)
+            sockets.append(_bound(socket.socket(family, kind, protocol), address))
         except OSError as error:
-            for opened in sockets:
-                opened.close()
-            raise BadSetting(
-                f"the server cannot listen at {host}:{port}: {error.strerror}; is another server there? Give another --port "
-                "or --host"
-            ) from error
-    return sockets
+            if failure is None or error.errno not in _NOT_HERE:
+                failure = error
+    if failure is None or (sockets and failure.errno in _NOT_HERE):
+        return sockets
+    for opened in sockets:
+        opened.close()
+    raise BadSetting(
+        f"the server cannot listen at {host}:{port}: {failure.strerror}; is another server there? Give another --port or "
+        "--host"
+    ) from failure
+
+
+def _bound(one: socket.socket, address: Any) -> socket.socket:
+    """Bind a socket, and return it; close it if that fails."""
+    try:
+        if os.name == "posix":  # elsewhere it would share the port with others
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if one.family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        one.bind(address)
+    except OSError:
+        one.close()
+        raise
+    return one
 
 
 def uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:

@@ -35,7 +35,7 @@ def next_jobs(
         weights: relative share of the work by key; 1 for all others.
         absent: keys without running jobs that may have one at any time. They would wait for the turns of the others, and
             count as keys with one job.
-        at_once: number of jobs that decode side by side; so many take turns if there are so many.
+        at_once: number of jobs that decode in parallel. At least this many take turns, if that many run.
     """
     jobs_of: dict[str, list[Job]] = defaultdict(list)
     for job in sorted(jobs, key=lambda job: job.last_step):

@@ -1,5 +1,6 @@
 """The models of a pair whose target another program runs."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.loading.drafts import DraftOptions, GivenDraft, with_fewer_drafted
 from specbeam.models.loading.language_models import by_engine, language_model
 from specbeam.models.loading.models import model_of
+from specbeam.models.loading.own import changed_options
 from specbeam.models.loading.tokenizers import read_tokenizer
 from specbeam.models.loading.vocabularies import tokens_in_common
 from specbeam.models.skipping import Skipping
@@ -65,13 +67,13 @@ def served_models(
     return ServedModels(target_model, draft_model, own_tokenizer, target, draft_lm)
 
 
-def check_served_options(given: dict[str, bool]) -> None:
+def check_served_options(options: Mapping[str, Any]) -> None:
     """Raise `BadSetting` for options of `load` that choose how a target is run, if another program runs it.
 
     Args:
-        given: whether each option is given, by name.
+        options: options by name; see `changed_options`.
     """
-    wrong = [name for name, is_given in given.items() if is_given]
+    wrong = changed_options(options)
     if wrong:
         raise BadSetting(
             f"{', '.join(wrong)} of load() is for targets that specbeam runs; give it to the other program"

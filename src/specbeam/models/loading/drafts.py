@@ -120,10 +120,10 @@ def draft_of(
 def check_draft_options(draft: Any, quantize_draft: Any, draft_vocab: Any) -> None:
     """Raise `BadSetting` if an option of `load` for draft models is wrong, or if the draft is no model.
 
-    Raises `MissingFile` for a path with nothing there.
-
     Args:
         draft, quantize_draft, draft_vocab: see `load`.
+
+    Raises `MissingFile` for a path with nothing there.
     """
     if draft_vocab is not None and (not is_integer(draft_vocab) or draft_vocab < 1):
         raise BadSetting(f"draft_vocab is {draft_vocab!r}; it is a number of tokens, at least 1")
