@@ -1,6 +1,7 @@
 """Attention by several threads: the numbers of a single one, to the last bit."""
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from specbeam.core import compiling
 from specbeam.engines.cpu import attention, shares, team
 from specbeam.engines.cpu.attention import Scoring, attend
-from specbeam.engines.cpu.rows import KeyValues, Look
+from specbeam.engines.cpu.looks import look_at, looks_of
+from specbeam.engines.cpu.rows import KeyValues, LayerRows
+from specbeam.engines.cpu.sources import no_sources
 from specbeam.engines.cpu.sums import WIDTH
 
 if not compiling.AVAILABLE:
@@ -33,7 +36,7 @@ class Call:
         self.values = values
         count = sum(counts)
         ends = np.cumsum((0, *counts))
-        self.rows = np.array([(3, *ends[0:2]), (0, *ends[1:3]), (2, *ends[2:4])])
+        self.rows = np.array([(store_row, *both) for store_row, both in zip((3, 0, 2), pairwise(ends), strict=False)])
         self.q = rng.standard_normal((count, kv_heads * GROUP * SIZE), dtype=np.float32)
         self.seen = rng.random((count, SLOTS)) < 0.7
         self.seen[:, 1] = True
@@ -44,13 +47,15 @@ class Call:
         self.reach = reach
         self.cap = np.float32(cap)
         self.biases = rng.standard_normal((kv_heads * GROUP, distances), dtype=np.float32)
-        back = rng.integers(-3, 60, (count if distances else 0, SLOTS))
-        self.back = back.astype(np.int32)
+        self.positions = rng.integers(40, 60, count)
+        self.places = rng.integers(0, 63, (len(counts), SLOTS))
 
     def answer(self, threads):
         out = np.full_like(self.q, np.nan)
-        look = Look(self.rows, self.seen, self.reach, self.back)
-        scoring = Scoring(GROUP, np.float32(0.2), self.cap, self.biases)
+        slots = np.zeros_like(self.positions)  # nothing is stored
+        rows = LayerRows(self.positions, slots, self.rows, self.seen[None], self.places, no_sources())
+        look = look_at(rows, looks_of(rows), 0)
+        scoring = Scoring(GROUP, np.float32(0.2), self.cap, self.biases, False)
         attend(self.q, KeyValues(self.keys, self.values), look, scoring, out, threads)
         return out
 
@@ -105,6 +110,55 @@ def test_what_the_helpers_do_not_know_or_is_one_task_is_done_by_one_thread(helpi
         helping.memory[shares.FORMS + attention.ATTENTION_FORM_OF["float32"]] = 0
         assert np.array_equal(many.answer(threads), many.answer(1))
     assert helping.memory[shares.TICKET] == 0
+
+
+@pytest.mark.parametrize("words", [np.float32, np.uint16], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("more", [{}, {"cap": 4.0, "distances": 20}], ids=str)
+def test_slots_and_other_rows_change_no_bit(words, more):
+    """The same path in other slots, with rows of other paths in its pass, which see slots below, between and above."""
+    rng = np.random.default_rng(1)
+    length = 2 * WIDTH + 3
+    packed = Call(words, counts=(1,), **more)
+    packed.rows[0, 0] = 0
+    packed.positions[:] = length
+    packed.places[0, 1 : length + 1] = np.arange(length)
+    packed.seen[:] = False
+    packed.seen[0, 1 : length + 1] = True
+    expected = packed.answer(1)
+    for _ in range(20):
+        spread = Call(words, counts=(14,), **more)
+        row = int(rng.integers(14))
+        slots = rng.choice(SLOTS - 1, size=length, replace=False) + 1
+        spread.rows[0, 0] = 2
+        spread.biases = packed.biases
+        spread.q[row] = packed.q[0]
+        spread.positions[row] = length
+        spread.seen[:, 0] = False
+        spread.seen[row] = False
+        spread.seen[row, slots] = True
+        spread.places[0, slots] = np.arange(length)
+        for place, slot in enumerate(slots):
+            at = place + 1
+            spread.keys[2, :, slot // WIDTH, :, slot % WIDTH] = packed.keys[0, :, at // WIDTH, :, at % WIDTH]
+            spread.values[2, :, slot] = packed.values[0, :, at]
+        assert np.array_equal(spread.answer(1)[row], expected[0])
+
+
+def test_slots_are_ordered_by_their_positions():
+    seen = np.zeros((1, 3, 2 * WIDTH), dtype=bool)
+    seen[0, 0, [7, 2, 9]] = True
+    seen[0, 1, [7, 2]] = True
+    seen[0, 2, [7, 2, 5, 3, 6]] = True
+    places = np.zeros((1, 2 * WIDTH), dtype=np.int64)
+    for place, slot in enumerate([7, 2, 5, 3, 6]):
+        places[0, slot] = place
+    places[0, 9] = 2
+    positions = np.full(3, 4)
+    rows = LayerRows(positions, positions, np.array([(0, 0, 3)]), seen, places, no_sources())
+    looks = looks_of(rows)
+    assert looks.order[0, 0, :8].tolist() == [7, 2, 5, 9, 3, 6, 0, 0]
+    assert looks.depth[0].tolist() == [4, 4, 8]
+    assert looks.reach[0].tolist() == [10, 8, 8]
 
 
 def test_forms_have_places_of_their_own():

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Int32
 from torch import Tensor, nn
 
 from specbeam.engines.arrays import Floats, LogitRows, States, Tapped, Vector
@@ -19,12 +18,10 @@ from specbeam.engines.cache_names import cache_argument
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import ExitLayer
 from specbeam.engines.cpu.layers import NO_ATTENTION, NO_INNER
-from specbeam.engines.cpu.sources import no_distances
 from specbeam.engines.eligibility import is_llama_like
-from specbeam.engines.kv.masks import SlotPositions, additive
+from specbeam.engines.kv.masks import additive
 from specbeam.engines.kv.store import Place
 from specbeam.engines.kv.torch_store import KVStore, StoreLayer
-from specbeam.engines.kv.trie import Feed
 from specbeam.engines.shared_tokens import SharedTokens, readable
 
 if TYPE_CHECKING:
@@ -87,10 +84,6 @@ class LayerDecoder:
     def store(self) -> LayerStore:
         """Return a new KV store for this model."""
         return LayerStore(len(self.kinds))
-
-    def back_of(self, feeds: list[Feed], tables: Sequence[SlotPositions], extent: int) -> Int32[np.ndarray, "_ _"]:
-        """See `CompiledDecoder.back_of`: these models have no biases of attention."""
-        return no_distances()
 
     @torch.inference_mode()
     def forward(
@@ -157,7 +150,7 @@ class LayerDecoder:
     def input_of(self, token: int, position: int) -> Vector:
         """See `CompiledDecoder.input_of`."""
         one = np.zeros(1, dtype=np.int64)
-        rows = Rows(one + token, one + position, one, one[:0].reshape(0, 3), {})
+        rows = Rows(one + token, one + position, one, one[:0].reshape(0, 3), {}, one[:0].reshape(0, 1))
         return _on_host(self._embedded(rows, _NO_VECTORS)[0])
 
     def _embedded(self, rows: Rows, vectors: Mapping[int, Vector]) -> Tensor:

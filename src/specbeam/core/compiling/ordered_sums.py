@@ -1,15 +1,17 @@
-"""Sums of float32 numbers in an order that is the same on every processor.
+"""Sums of float32 numbers that are the same on every processor.
 
 Number k of a row is added to partial sum k % 32. The 32 partial sums are computed in parallel, in vector registers of
 any width; then the upper half is added to the lower half until one number is left. A compiler would otherwise add the
 numbers one by one, or in an order that depends on the processor.
+
+`sum_of_shares` adds integers, whose sum is the same in every order.
 """
 
 from typing import Any
 
 import numpy as np
 
-from specbeam.core.compiling.compiler import AVAILABLE, Array
+from specbeam.core.compiling.compiler import AVAILABLE, Array, compiled
 
 if AVAILABLE:
     from llvmlite import ir
@@ -21,6 +23,10 @@ if AVAILABLE:
 
 _SIDE_BY_SIDE = 32  # partial sums
 _WORD = 4  # bytes of a number
+# Added to a share, it leaves the nearest multiple of `_SHARE_UNIT` in the last bits.
+_SHARE_ROUNDING = np.float64(1.5 * 2.0**12)
+_SHARE_START = _SHARE_ROUNDING.view(np.int64)
+_SHARE_UNIT = 2.0**-40
 
 
 def sum_of(x: Array) -> Array:
@@ -38,6 +44,19 @@ def sum_of(x: Array) -> Array:
 def sum_of_squares(x: Array) -> Array:
     """Return the sum of the rounded squares of float32[n]. Zeros at the end do not change it."""
     return sum_of(x * x)
+
+
+@compiled
+def sum_of_shares(x: Array) -> float:
+    """Return the sum of float32[n], n below 2^20, numbers from 0 to 1, each rounded to a multiple of 2^-40.
+
+    Neither the order of the numbers nor zeros among them change a bit of it.
+    """
+    total = np.int64(0)
+    for place in range(len(x)):
+        rounded = np.float64(x[place] + _SHARE_ROUNDING)
+        total += rounded.view(np.int64) - _SHARE_START
+    return total * _SHARE_UNIT
 
 
 if AVAILABLE:

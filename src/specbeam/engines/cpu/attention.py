@@ -12,7 +12,7 @@ import numpy as np
 from specbeam.core.compiling.atomics import carray, pointer_to
 from specbeam.core.compiling.compiler import Array, compiled
 from specbeam.core.compiling.copies import copy_numbers
-from specbeam.core.compiling.ordered_sums import sum_of
+from specbeam.core.compiling.ordered_sums import sum_of_shares
 from specbeam.core.compiling.sums import extremes, rank_of
 from specbeam.core.compiling.uncounted import compiled_without_counts
 from specbeam.engines.cpu.curves import cap_scores, exponential
@@ -24,12 +24,13 @@ from specbeam.engines.cpu.shares import (
     THREADS,
     describe,
     described,
+    described_numbers,
     has_form,
     memory_of,
     part_of,
     share_out,
 )
-from specbeam.engines.cpu.sums import MOST, WIDTH, PanelPlaces, write_row_sums
+from specbeam.engines.cpu.sums import MOST, WIDTH, PanelPlaces, write_ordered_sums, write_row_sums
 
 _F0 = np.float32(0)
 _F1 = np.float32(1)
@@ -41,10 +42,11 @@ _OF_FLOATS = len(FORM_OF)
 _OF_WORDS = _OF_FLOATS + 1
 ATTENTION_FORM_OF = {"float32": _OF_FLOATS, "uint16": _OF_WORDS}
 # Places in the description of a call, int64[`_FIELDS`]: the address and the shape of each array, and numbers.
-_Q, _KEYS, _VALUES, _SESSIONS, _SEEN, _REACH, _BIASES, _BACK, _OUT = range(0, 54, 6)
-_GROUP = 54
-_SCALES = 55
-_FIELDS = 56
+_Q, _KEYS, _VALUES, _SESSIONS, _SEEN, _REACH, _ORDER, _DEPTH, _POSITIONS, _PLACES, _BIASES, _OUT = range(0, 72, 6)
+_GROUP = 72
+_BY_PLACE = 73
+_SCALES = 74
+_FIELDS = 75
 
 
 @compiled_without_counts
@@ -74,8 +76,7 @@ def softmax(scores: Array, seen: Array, powers: Array) -> None:
     exponential(scores, powers[: len(scores)])
     for slot in range(len(scores)):
         scores[slot] = scores[slot] if seen[slot] else _F0
-    total = sum_of(scores)
-    share = _F1 / total
+    share = np.float32(1 / sum_of_shares(scores))
     for slot in range(len(scores)):
         scores[slot] *= share
 
@@ -113,6 +114,7 @@ class Scoring(NamedTuple):
     scale: np.float32  # factor of scores
     cap: np.float32  # bound of the absolute value of scores, see `cap_scores`; 0: none
     biases: Array  # float32[heads, distances], see `add_biases`; no distances: no biases
+    by_place: bool  # see `add_biases`
 
 
 class AttentionWork(NamedTuple):
@@ -165,32 +167,29 @@ def _do_tasks_in(room: TaskRoom, begin: int, end: int, work: AttentionWork) -> N
     kv_heads = work.cache.keys.shape[1]
     task = 0
     for session in range(len(sessions)):
-        cache, first, last = sessions[session]
-        queries = (last - first) * work.scoring.group
+        queries = (sessions[session, 2] - sessions[session, 1]) * work.scoring.group
         parts = part_count(queries)
         for kv in range(kv_heads):
             for part in range(parts):
                 if begin <= task < end:
                     start = part * queries // parts
                     stop = (part + 1) * queries // parts
-                    _do_task(room, work, cache, kv, first, start, stop)
+                    _do_task(room, work, session, kv, start, stop)
                 task += 1
 
 
 @compiled_without_counts
-def _do_task(room: TaskRoom, work: AttentionWork, cache: int, kv: int, first: int, start: int, stop: int) -> None:
-    """Compute the attention of the queries start .. stop of one session for one head of keys and values.
-
-    Args:
-        cache: the session's row of the store.
-        first: its first row.
-    """
+def _do_task(room: TaskRoom, work: AttentionWork, session: int, kv: int, start: int, stop: int) -> None:
+    """Compute the attention of the queries start .. stop of one session for one head of keys and values."""
     keys = work.cache.keys
     values = work.cache.values
     look = work.look
     group = work.scoring.group
     cap = work.scoring.cap
     biases = work.scoring.biases
+    by_place = work.scoring.by_place
+    cache, first, _ = look.sessions[session]
+    order = look.order[session]
     _, kv_heads, panels, size, _ = keys.shape
     height = values.shape[2]
     width = values.shape[3]
@@ -210,16 +209,25 @@ def _do_task(room: TaskRoom, work: AttentionWork, cache: int, kv: int, first: in
     if biases.shape[1] > 0:
         for query in range(count):
             row = first + (start + query) // group
-            add_biases(scores[query, :extent], biases[kv * group + (start + query) % group], look.back[row])
+            own = biases[kv * group + (start + query) % group]
+            add_biases(scores[query, :extent], own, look.positions[row], look.places[session], by_place)
     if cap > 0:
         for query in range(count):
             cap_scores(scores[query, :extent], cap, room.powers, room.spare)
     for query in range(count):
         softmax(scores[query, :extent], look.seen[first + (start + query) // group], room.powers)
+    depth = 0
+    for query in range(start, stop):
+        depth = max(depth, look.depth[first + query // group])
+    last = extent
+    for number in range(depth):
+        last = max(last, order[number] + 1)
+    for query in range(count):
+        scores[query, extent:last] = 0  # slots of other queries
     for panel in range(width // WIDTH):
         column = panel * WIDTH
-        places = PanelPlaces(head_at * height * width + column, width, 0, most, column, width, extent, 0, 0)
-        write_row_sums(count, values.reshape(-1), flat_scores, mixed.reshape(-1), places)
+        places = PanelPlaces(head_at * height * width + column, width, 0, most, column, width, depth, 0, 0)
+        write_ordered_sums(count, values.reshape(-1), flat_scores, mixed.reshape(-1), places, order)
     for query in range(count):
         row = first + (start + query) // group
         head = kv * group + (start + query) % group
@@ -260,10 +268,14 @@ def _attend_with_team(work: AttentionWork, tasks: int, address: int, form: int) 
     describe(call[_SESSIONS:], work.look.sessions)
     describe(call[_SEEN:], work.look.seen)
     describe(call[_REACH:], work.look.reach)
-    describe(call[_BACK:], work.look.back)
+    describe(call[_ORDER:], work.look.order)
+    describe(call[_DEPTH:], work.look.depth)
+    describe(call[_POSITIONS:], work.look.positions)
+    describe(call[_PLACES:], work.look.places)
     describe(call[_BIASES:], work.scoring.biases)
     describe(call[_OUT:], work.out)
     call[_GROUP] = work.scoring.group
+    call[_BY_PLACE] = work.scoring.by_place
     call[_SCALES] = scales.ctypes.data
     team[PANELS] = call.ctypes.data
     team[COUNT] = tasks
@@ -282,7 +294,6 @@ def _share_function(kind: Any) -> Callable[[int, int], None]:
         call = carray(pointer_to(team[PANELS]), (_FIELDS,), np.int64)
         keys = call[_KEYS:]
         values = call[_VALUES:]
-        reach = call[_REACH:]
         cache = KeyValues(
             carray(pointer_to(keys[0]), (keys[1], keys[2], keys[3], keys[4], keys[5]), kind),
             carray(pointer_to(values[0]), (values[1], values[2], values[3], values[4]), kind),
@@ -290,11 +301,15 @@ def _share_function(kind: Any) -> Callable[[int, int], None]:
         look = Look(
             described(call[_SESSIONS:], np.int64),
             described(call[_SEEN:], np.bool_),
-            carray(pointer_to(reach[0]), (reach[1],), np.int64),
-            described(call[_BACK:], np.int32),
+            described_numbers(call[_REACH:]),
+            described(call[_ORDER:], np.int64),
+            described_numbers(call[_DEPTH:]),
+            described_numbers(call[_POSITIONS:]),
+            described(call[_PLACES:], np.int64),
         )
         scales = carray(pointer_to(call[_SCALES]), (2,), np.float32)
-        scoring = Scoring(call[_GROUP], scales[0], scales[1], described(call[_BIASES:], np.float32))
+        biases = described(call[_BIASES:], np.float32)
+        scoring = Scoring(call[_GROUP], scales[0], scales[1], biases, call[_BY_PLACE] != 0)
         q = described(call[_Q:], np.float32)
         out = described(call[_OUT:], np.float32)
         begin, end = part_of(team, share)
@@ -309,13 +324,16 @@ attention_functions = {np.dtype(kind).name: _share_function(kind) for kind in (n
 
 
 @compiled_without_counts
-def add_biases(scores: Array, biases: Array, back: Array) -> None:
+def add_biases(scores: Array, biases: Array, position: int, places: Array, by_place: bool) -> None:
     """Add to scores, float32[slots], the bias for the slot's distance.
 
     Args:
         biases: float32[distances], by number of positions back; the last one is also for all greater distances.
-        back: int32[slots or more]; slots at negative distances are masked anyway.
+        position: that of the row.
+        places: int64[slots or more], see `LayerRows.places`; slots at negative distances are masked anyway.
+        by_place: whether biases are by the slot's position instead.
     """
     most = len(biases) - 1
     for slot in range(len(scores)):
-        scores[slot] += biases[min(max(back[slot], 0), most)]
+        distance = places[slot] if by_place else position - places[slot]
+        scores[slot] += biases[min(max(distance, 0), most)]

@@ -107,15 +107,9 @@ def pass_rows(cache: CacheArrays, positions: Array, slots: Array, seen: Array, s
             for slot in range(extent):
                 near = windows[kind] == 0 or positions[number] - trie.slot_position[slot] < windows[kind]
                 row[slot] = seen[number, slot] and near
-    extras = cache.model.weights.extras
-    asked = len(positions) if extras.biases.shape[2] > 0 else 0
-    back = np.empty((asked, extent), dtype=np.int32)
-    for number in range(asked):
-        for slot in range(extent):
-            place = trie.slot_position[slot]
-            back[number, slot] = place if extras.by_place else positions[number] - place
     sessions = np.array([[cache.store_row, 0, len(positions)]])
-    return LayerRows(positions, slots, sessions, visible, back, sources)
+    places = trie.slot_position[:extent].copy().reshape(1, extent)
+    return LayerRows(positions, slots, sessions, visible, places, sources)
 
 
 @compiled

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Int32, Int64, Shaped
+from jaxtyping import Bool, Float32, Int64, Shaped
 from torch import Tensor, nn
 
 from specbeam.core import compiling
@@ -48,7 +48,7 @@ from specbeam.engines.cpu.layers import (
 from specbeam.engines.cpu.nibbles import as_grouped, write_nibbles
 from specbeam.engines.cpu.panels import BLOCK_KINDS, Kind, empty_panels, fits_bfloat16, steps_in, write_panels
 from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack, Taps
-from specbeam.engines.cpu.sources import Sources, layers_of_sources, no_distances, no_sources
+from specbeam.engines.cpu.sources import Sources, layers_of_sources, no_sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.team import TEAM, threads_for
 from specbeam.engines.cpu.weights import CrossWeights, Weights, layers_of_weights
@@ -78,9 +78,7 @@ from specbeam.engines.families import (
     source_parts,
     unplaced_in,
 )
-from specbeam.engines.kv.masks import SlotPositions, places_of_slots, slots_back
 from specbeam.engines.kv.store import PanelStore
-from specbeam.engines.kv.trie import Feed
 from specbeam.engines.mapped import NOTHING_MAPPED, MappedFiles, mapped_files
 from specbeam.engines.packed import Grouped, PackedMatrix, joined, matrices_of, weights_in
 from specbeam.engines.shared_tokens import SharedTokens, readable
@@ -153,7 +151,6 @@ class Model(NamedTuple):
     logits_bias: Array  # float32[vocab], or no numbers
 
 
-_NO_DISTANCES = no_distances()
 _NO_SOURCES = no_sources()
 
 
@@ -166,7 +163,7 @@ class Rows:
     slots: Integers
     sessions: Int64[np.ndarray, "sessions 3"]  # row of the store, first row, last row + 1
     seen: dict[str, Bool[np.ndarray, "n slots"]]  # which slots each row attends to, by kind of layer
-    back: Int32[np.ndarray, "_ _"] = field(default_factory=no_distances)  # see `Look.back`; of all rows, or none
+    places: Int64[np.ndarray, "sessions slots"]  # position in the text of the token in each slot
     sources: Sources = field(default_factory=no_sources)  # of the sessions
 
     def only(self, which: Bool[np.ndarray, " n"]) -> "Rows":
@@ -174,8 +171,9 @@ class Rows:
         before = np.concatenate([[0], np.cumsum(which)])  # number of kept rows before each row
         sessions = np.column_stack([self.sessions[:, 0], before[self.sessions[:, 1:]]])
         seen = {kind: shown[which] for kind, shown in self.seen.items()}
-        back = self.back[which] if len(self.back) else self.back
-        return Rows(self.tokens[which], self.positions[which], self.slots[which], sessions, seen, back, self.sources)
+        return Rows(
+            self.tokens[which], self.positions[which], self.slots[which], sessions, seen, self.places, self.sources
+        )
 
 
 _NO_VECTORS: Mapping[int, Vector] = {}
@@ -330,21 +328,9 @@ class CompiledDecoder:
         self._run(x, self._layer_rows(rows, _NO_SOURCES), layer.weights, layer.kinds, _in_store(store, place))
         return x
 
-    def back_of(self, feeds: list[Feed], tables: Sequence[SlotPositions], extent: int) -> Int32[np.ndarray, "_ _"]:
-        """Return `Rows.back` of the rows of all feeds in order: what biases of attention depend on.
-
-        Args:
-            tables: the positions of the slots of each feed.
-        """
-        of = self.architecture
-        if not of.biases:
-            return no_distances()
-        looked_up = places_of_slots if of.by_place else slots_back
-        return np.concatenate([looked_up(feed, table, extent) for feed, table in zip(feeds, tables, strict=True)])
-
     def _layer_rows(self, rows: Rows, sources: Sources) -> LayerRows:
         seen = np.array([rows.seen[name] for name in self.names])
-        return LayerRows(rows.positions, rows.slots, rows.sessions, seen, rows.back, sources)
+        return LayerRows(rows.positions, rows.slots, rows.sessions, seen, rows.places, sources)
 
     def _run(
         self,
@@ -394,9 +380,9 @@ class CompiledDecoder:
     def input_of(self, token: int, position: int) -> Vector:
         """Return the input of the first layer for a token."""
         one = np.zeros(1, dtype=np.int64)
-        found: Vector = self._embedded(Rows(one + token, one + position, one, one[:0].reshape(0, 3), {}), _NO_VECTORS)[
-            0
-        ]
+        found: Vector = self._embedded(
+            Rows(one + token, one + position, one, one[:0].reshape(0, 3), {}, one[:0].reshape(0, 1)), _NO_VECTORS
+        )[0]
         return found
 
     def _embedded(self, rows: Rows, vectors: Mapping[int, Vector]) -> States:
@@ -490,7 +476,7 @@ class CompiledDecoder:
         floats = np.zeros((1, 1), dtype=np.float32)
         numbers = np.zeros(1, dtype=np.int64)
         seen = np.zeros((1, 1, 1), dtype=bool)
-        rows = LayerRows(numbers, numbers, numbers[None], seen, _NO_DISTANCES, self._no_sources)
+        rows = LayerRows(numbers, numbers, numbers[None], seen, numbers[None], self._no_sources)
         cache = _in_store(self.store(), slice(None))
         layers = address_of(
             all_layers, floats, self._stack(self.weights), rows, self.kinds, cache, Taps(numbers, floats), 1

@@ -27,7 +27,7 @@ from specbeam.engines.cpu.extras import numbers_of
 from specbeam.engines.cpu.layers import all_layers, normalise
 from specbeam.engines.cpu.panels import steps_in
 from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack, Taps
-from specbeam.engines.cpu.sources import no_distances, no_sources
+from specbeam.engines.cpu.sources import no_sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.team import TEAM
 from specbeam.engines.cpu.weights import Weights, layers_of_weights
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 # Number of rows of a pass from which further sources save no time, because reading the weights no longer dominates.
 TOGETHER = 256
-_NO_DISTANCES = no_distances()
 _NO_SOURCES = no_sources()
 
 
@@ -278,14 +277,12 @@ class TextEncoder(CompiledEncoder):
         panels = -(-int(lengths.max()) // WIDTH)
         slots = np.arange(panels * WIDTH)
         seen = slots[None, None] < np.repeat(lengths, lengths)[None, :, None]
-        back = _NO_DISTANCES
-        if self.middle >= 0:
-            back = (places[:, None] - slots[None] + self.middle).astype(np.int32)
+        of_slots = np.repeat((slots - max(self.middle, 0))[None], len(lengths), axis=0)
         # All layers store their keys and values in the same buffers, one after the other.
         width = -(-self.size // WIDTH) * WIDTH
         keys = np.zeros((1, len(lengths), self.heads, panels, self.size, WIDTH), dtype=np.float32)
         values = np.zeros((1, len(lengths), self.heads, panels * WIDTH, width), dtype=np.float32)
-        rows = LayerRows(places, places, which, seen, back, _NO_SOURCES)
+        rows = LayerRows(places, places, which, seen, of_slots, _NO_SOURCES)
         kinds = np.zeros(1, dtype=np.int64)
         no_taps = Taps(np.zeros(0, dtype=np.int64), np.empty((len(x), 0), dtype=np.float32))
         with TEAM.threads(self.threads) as threads:

@@ -28,13 +28,13 @@ from specbeam.engines.cpu.layers import (
     normalise,
     normalise_row,
     projected,
-    reach_of,
     run_layer,
     store_keys_and_values,
     write_qkv,
 )
-from specbeam.engines.cpu.rows import KeyValues, LayerRows, Look, Stack, Taps
-from specbeam.engines.cpu.sources import no_distances, no_sources
+from specbeam.engines.cpu.looks import look_at, looks_of
+from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack, Taps
+from specbeam.engines.cpu.sources import no_sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.kv.steps import (
     BLOCK,
@@ -157,6 +157,7 @@ class PairFeed(NamedTuple):
     positions: Array  # int64[rows]
     slots: Array  # int64[rows]
     seen: Array  # bool[1, rows, slots]
+    places: Array  # int64[sessions, slots], see `LayerRows`
 
 
 @compiled
@@ -214,8 +215,8 @@ def pair_layers(x: Array, model: TrunkModel, feed: PairFeed, sessions: Array, ca
             read[:] = x
         else:
             normalise(x, model.first.before_attention[0], model.eps, read)
-    rows = LayerRows(feed.positions, feed.slots, sessions, feed.seen, no_distances(), no_sources())
-    look = Look(sessions, feed.seen[0], reach_of(feed.seen)[0], rows.back)
+    rows = LayerRows(feed.positions, feed.slots, sessions, feed.seen, feed.places, no_sources())
+    look = look_at(rows, looks_of(rows), 0)
     run_layer(x, read, stack, 0, rows, look, KeyValues(cache.keys[0], cache.values[0]), room)
     if len(model.kinds) > 0:
         others = Stack(model.others, model.angles, model.eps, model.heads, kv_heads, size)
@@ -327,7 +328,8 @@ def begin_pairs(cache: HeadArrays, count: int) -> PairFeed:
     extent = extent_of(trie)
     seen = np.empty((1, count, extent), dtype=np.bool_)
     seen[0] = trie.seen[start:stop, :extent]
-    return PairFeed(trie.nodes[0][start:stop].copy(), given, trie.nodes[2][start:stop].copy(), slots, seen)
+    places = trie.slot_position[:extent].copy().reshape(1, extent)
+    return PairFeed(trie.nodes[0][start:stop].copy(), given, trie.nodes[2][start:stop].copy(), slots, seen, places)
 
 
 @compiled
@@ -443,8 +445,11 @@ def _make_blocks(cache: HeadArrays, roots: Array) -> None:
             seen[0, row, :extent] = trie.seen[trie.nodes[1, root], :extent]
             seen[0, row, extent + start : extent + start + model.rows] = True
     slots = extent + np.arange(count)
+    places = np.zeros((1, seen.shape[2]), dtype=np.int64)
+    places[0, :extent] = trie.slot_position[:extent]
+    places[0, extent : extent + count] = positions
     sessions = np.array([[cache.store_row, 0, count]])
-    rows = LayerRows(positions, slots, sessions, seen, no_distances(), no_sources())
+    rows = LayerRows(positions, slots, sessions, seen, places, no_sources())
     stored = KeyValues(cache.keys, cache.values)
     _, _, kv_heads, _, size, _ = cache.keys.shape
     stack = Stack(model.weights, model.angles, model.eps, model.heads, kv_heads, size)

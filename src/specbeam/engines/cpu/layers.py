@@ -3,8 +3,8 @@
 One implementation serves all families (engines/families.py); `Extras` holds the optional parts of a family, and branches on
 them are outside of loops over numbers. Only experts have a step of their own, which other models need not compile.
 
-A row's results are bit-identical whatever other rows are in the pass: the source fixes the order of each sum, and no
-option lets the compiler change that order or the rounding.
+A row's results are bit-identical whatever other rows are in the pass, and wherever its path is stored: the source fixes
+the order of each sum, and no option lets the compiler change that order or the rounding.
 """
 
 from types import NoneType
@@ -21,9 +21,9 @@ from specbeam.engines.cpu.attention import Scoring, attend
 from specbeam.engines.cpu.cache_words import as_kept
 from specbeam.engines.cpu.curves import cap_scores, exponential
 from specbeam.engines.cpu.extras import GELU, GELU_TANH, SILU, Extras
+from specbeam.engines.cpu.looks import look_at, looks_of
 from specbeam.engines.cpu.panels import multiply
 from specbeam.engines.cpu.rows import KeyValues, LayerRows, Look, Stack, Taps
-from specbeam.engines.cpu.sources import no_distances
 from specbeam.engines.cpu.sums import STEP, WIDTH
 
 _F0 = np.float32(0)
@@ -318,7 +318,7 @@ def run_attention(
     write_qkv(h, stack, layer, rows.positions, room.qkv, threads)
     store_keys_and_values(room.qkv, stack.heads, rows.sessions, rows.slots, cache)
     biases = extras.biases[min(layer, len(extras.biases) - 1)]
-    scoring = Scoring(stack.heads // stack.kv_heads, extras.scales[layer], extras.cap, biases)
+    scoring = Scoring(stack.heads // stack.kv_heads, extras.scales[layer], extras.cap, biases, extras.by_place)
     attend(room.qkv, cache, look, scoring, room.mixed, threads)
     add_mixed(x, room.mixed, stack, layer, room)
 
@@ -347,7 +347,7 @@ def run_cross(x: Array, stack: Stack, layer: int, cache: KeyValues, look: Look, 
     normalise(x, cross.before[layer], stack.eps, room.normed)
     multiply(room.normed, cross.query[layer], room.queries, threads)
     add_bias(room.queries, cross.query_bias[layer])
-    scoring = Scoring(1, extras.scales[layer], _F0, np.zeros((0, 0), dtype=np.float32))
+    scoring = Scoring(1, extras.scales[layer], _F0, np.zeros((0, 0), dtype=np.float32), False)
     attend(room.queries, cache, look, scoring, room.mixed, threads)
     multiply(room.mixed, cross.out[layer], room.out, threads)
     add_sublayer(x, room.out, cross.out_bias[layer], cross.after[layer], stack.eps, extras)
@@ -502,7 +502,7 @@ def all_layers(
     count, hidden = x.shape
     weights = stack.weights
     room = layer_room(count, hidden, stack, threads)
-    reach = reach_of(rows.seen)
+    looks = looks_of(rows)
     of_sources = look_at_sources(rows, count)
     for layer in range(len(kinds)):
         _keep_taps(x, taps.layers, layer, taps.states)
@@ -511,7 +511,7 @@ def all_layers(
             normalise(x, weights.before_inner[layer], stack.eps, room.parallel)
         if kinds[layer] & NO_ATTENTION == 0:
             normalise(x, weights.before_attention[layer], stack.eps, room.normed)
-            look = Look(rows.sessions, rows.seen[kind], reach[kind], rows.back)
+            look = look_at(rows, looks, kind)
             own = KeyValues(cache.keys[layer], cache.values[layer])
             run_attention(x, room.normed, stack, layer, rows, look, own, room)
         if weights.cross.query.shape[1] > 0:
@@ -532,6 +532,7 @@ def look_at_sources(rows: LayerRows, count: int) -> Look:
     sources = rows.sources
     sessions = rows.sessions.copy()
     seen = np.zeros((count, sources.values.shape[3]), dtype=np.bool_)
+    order = np.empty((len(sources.rows), seen.shape[1]), dtype=np.int64)
     reach = np.zeros(count, dtype=np.int64)
     for session in range(len(sources.rows)):
         first = sessions[session, 1]
@@ -541,7 +542,9 @@ def look_at_sources(rows: LayerRows, count: int) -> Look:
         sessions[session, 0] = source
         seen[first:last, :length] = True
         reach[first:last] = length
-    return Look(sessions, seen, reach, no_distances())
+        order[session] = np.arange(seen.shape[1])
+    depth = -(-reach // STEP) * STEP
+    return Look(sessions, seen, reach, order, depth, rows.positions, order)
 
 
 @compiled_without_counts
@@ -551,20 +554,6 @@ def _keep_taps(x: Array, taps: Array, layer: int, tapped: Array) -> None:
     for place in range(len(taps)):
         if taps[place] == layer:
             copy_rows(tapped[:, place * hidden : (place + 1) * hidden], x)
-
-
-@compiled
-def reach_of(seen: Array) -> Array:
-    """Return one past the last slot that each row attends to, int64[kinds, rows]."""
-    kinds, rows, slots = seen.shape
-    reach = np.zeros((kinds, rows), dtype=np.int64)
-    for kind in range(kinds):
-        for row in range(rows):
-            last = slots
-            while last > 0 and not seen[kind, row, last - 1]:
-                last -= 1
-            reach[kind, row] = last
-    return reach
 
 
 @compiled

@@ -26,7 +26,7 @@ from specbeam.engines.cpu.shared_passes import extend_caches  # noqa: F401  # a 
 from specbeam.engines.eligibility import lacks_taps
 from specbeam.engines.kv.cache import Logits, Nodes, hand_out
 from specbeam.engines.kv.late import LateRows, late_rows
-from specbeam.engines.kv.masks import Masks
+from specbeam.engines.kv.masks import Masks, places_of_slots
 from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.kv.trie import Feed
@@ -42,12 +42,12 @@ class PackedPasses:
 
     Args:
         decoder: a `CompiledDecoder` or a `LayerDecoder`.
-        caches: the caches of all sessions in each row of the store.
+        caches: the caches of all sessions, by row of the store.
     """
 
     most_rows_in_steps = 1 << 30  # rows of a pass in compiled steps: no limit
 
-    def __init__(self, model: "PreTrainedModel", decoder: Any, caches: list[list[Any]]) -> None:
+    def __init__(self, model: "PreTrainedModel", decoder: Any, caches: list[Any]) -> None:
         self.model = model
         self.decoder = decoder
         self.caches = caches
@@ -258,8 +258,8 @@ class PackedPasses:
             np.concatenate([getattr(feed, name) for feed in feeds]) for name in ("tokens", "positions", "slots")
         )
         seen = self.masks.flat(feeds, tries, extent)
-        back = self.decoder.back_of(feeds, tries, extent)
-        rows = self._with_context(Rows(tokens, positions, slots, sessions, seen, back), caches)
+        places = places_of_slots(tries, extent)
+        rows = self._with_context(Rows(tokens, positions, slots, sessions, seen, places), caches)
         for cache in caches:
             cache.keep_prefix(self.store)
         late = [

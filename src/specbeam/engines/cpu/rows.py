@@ -24,7 +24,9 @@ class LayerRows(NamedTuple):
     slots: Array  # int64[rows]: for keys and values
     sessions: Array  # int64[sessions, 3]: row of the store, first row, last row + 1
     seen: Array  # bool[kinds, rows, slots]: which slots each row attends to, in layers of each kind
-    back: Array  # int32[rows, slots], see `Look`; no rows if layers have no biases
+    # int64[sessions, slots]: position in the text of the token in each slot of each session; encoders of sources subtract
+    # the number of the bias for distance 0
+    places: Array
     sources: Sources  # of layers with cross-attention
 
 
@@ -51,6 +53,9 @@ class Look(NamedTuple):
     sessions: Array  # see `LayerRows`
     seen: Array  # bool[rows, slots]
     reach: Array  # int64[rows]: one past the last slot that each row attends to
-    # int32[rows, slots]: distance in positions from each row back to the token of each slot, for biases; the position of
-    # that token with `Extras.by_place`
-    back: Array
+    # int64[sessions, slots]: the slots that rows of a session attend to, by their positions, and one unseen slot up to a
+    # multiple of `STEP`; see `slot_order.slots_by_position`
+    order: Array
+    depth: Array  # int64[rows]: number of slots in `order` up to the last one that each row attends to, a multiple of `STEP`
+    positions: Array  # int64[rows], see `LayerRows`
+    places: Array  # see `LayerRows`

@@ -92,7 +92,7 @@ def _run_together(like: CacheArrays, caches: list[Any], fresh: Array) -> None:
     slots = np.empty(total, dtype=np.int64)
     sessions = np.empty((len(each), 3), dtype=np.int64)
     seen = np.zeros((kinds, total, extent), dtype=np.bool_)
-    back = np.zeros((total if len(each[0][1].back) > 0 else 0, extent), dtype=np.int32)
+    places = np.zeros((len(each), extent), dtype=np.int64)
     of_sources = np.empty(len(each) if len(like.sources.rows) > 0 else 0, dtype=np.int64)
     for place in range(len(each)):
         number = taking_part[place]
@@ -105,15 +105,14 @@ def _run_together(like: CacheArrays, caches: list[Any], fresh: Array) -> None:
         copy_numbers(slots[start:stop], rows.slots)
         for kind in range(kinds):
             copy_rows(seen[kind, start:stop], rows.seen[kind])
-        if len(back) > 0:
-            copy_rows(back[start:stop], rows.back)
+        copy_rows(places[place : place + 1], rows.places)
         sessions[place, 0] = cache.store_row
         sessions[place, 1] = start
         sessions[place, 2] = stop
         if len(of_sources) > 0:
             of_sources[place] = cache.sources.rows[0]
     sources = Sources(like.sources.keys, like.sources.values, like.sources.lengths, of_sources)
-    joined = LayerRows(positions, slots, sessions, seen, back, sources)
+    joined = LayerRows(positions, slots, sessions, seen, places, sources)
     tapped = np.empty((total, like.tapped.shape[1]), dtype=np.float32)
     model = like.model
     run_layers(like, x, joined, model.weights, model.kinds, KeyValues(like.keys, like.values), tapped)

@@ -138,6 +138,12 @@ def described(call: Array, kind: Any) -> Array:
 
 
 @compiled
+def described_numbers(call: Array) -> Array:
+    """Return the int64 vector that was described; see `describe`."""
+    return carray(pointer_to(call[0]), (call[1],), np.int64)
+
+
+@compiled
 def rest(team: Array, looks: int) -> int:
     """Pause between two polls; return the number of polls so far."""
     if looks < _SPINS or team[YIELD] == 0:

@@ -25,12 +25,6 @@ def no_sources() -> Sources:
 
 
 @compiled
-def no_distances() -> Array:
-    """Return the distances of slots for a model whose attention needs none, see `Look.back`."""
-    return np.zeros((0, 0), dtype=np.int32)
-
-
-@compiled
 def layers_of_sources(sources: Sources, first: int, stop: int) -> Sources:
     """Return the keys and values of sources in the layers first .. stop, as views."""
     return Sources(sources.keys[first:stop], sources.values[first:stop], sources.lengths, sources.rows)

@@ -47,6 +47,7 @@ else:
     DOT_OF_BFLOAT16 = ""
     write_sums: Any = None  # never called without numba
     write_row_sums: Any = None
+    write_ordered_sums: Any = None
 
 ACROSS = 2  # registers across a panel
 WIDTH = ACROSS * LANES  # columns of a panel
@@ -58,6 +59,7 @@ _STEPS_PER_BITS = 32  # of 1 bit
 _LOWER = 0x0F0F0F0F  # the lower half of each byte
 _LOWEST = 0x01010101  # the lowest bit of each byte
 _BITS_OF_ROWS = 8
+_ORDER = 5  # the argument of `write_ordered_sums` that `write_row_sums` lacks
 FLOAT16_SCALE = np.float32(2.0**112)  # float32 exponents count from 127, those of float16 from 15
 
 
@@ -83,9 +85,11 @@ class _Loop(CodeWriter):
             half.
         x_pitch: words between two rows of x, whose steps follow each other; None: the rows of x are transposed.
         later: index and stride of the words that are prefetched, see `PanelPlaces`; None: nothing is prefetched for later.
+        order: pointer to the steps of depth in the order in which they are added; None: ascending.
     """
 
     later: tuple[Any, Any] | None = None
+    order: Any = None
 
     def __init__(self, builder: Any, rows: int, steps_per_word: int = 1, x_pitch: Any = None) -> None:
         super().__init__(builder)
@@ -111,12 +115,17 @@ class _Loop(CodeWriter):
         """Write the loop; return the sums as float32 registers."""
         zeros = [self._zeros()] * (self.rows * ACROSS)
         with self.rounds(self.depth, self.steps, zeros) as loop:
-            for step in range(0, self.steps, self.steps_per_word):
-                word = (loop.at + step) // self.steps_per_word
+            for number in range(0, self.steps, self.steps_per_word):
+                step = self._step(loop.at + number)
+                word = step // self.steps_per_word
                 self._prefetch_later(word)
                 for place, columns in enumerate(self._columns_of(word)):
-                    loop.carried = self._added(loop.carried, columns, loop.at + (step + place))
+                    loop.carried = self._added(loop.carried, columns, step + place)
         return self._finished(loop.carried)
+
+    def _step(self, number: Value) -> Value:
+        """Return the step of depth that is added as this number."""
+        return number if self.order is None else self.loaded(self.order, number, INDEX)
 
     def _columns_of(self, word: Value) -> Iterable[list[Value]]:
         """Load the columns of a word; return them as float32 registers for each step of depth in the word."""
@@ -595,6 +604,16 @@ if compiling.AVAILABLE:
 
         return types.void(types.int64, weights, x, out, places), _code_of_sums(loop_of)
 
+    @intrinsic
+    def write_ordered_sums(typing: Any, rows: Any, weights: Any, x: Any, out: Any, places: Any, order: Any) -> Any:
+        """Write the products of `write_row_sums`, whose steps of depth are order[:places.depth], int64, in this order."""
+
+        def loop_of(builder: Any, rows: int, kind: Any, places: PanelPlaces) -> _Loop:
+            loop = _LoopOfWords if kind == types.uint16 else _Loop
+            return loop(builder, rows, x_pitch=places.x_pitch)
+
+        return types.void(types.int64, weights, x, out, places, order), _code_of_sums(loop_of)
+
 
 def _code_of_sums(loop_of: Callable[[Any, int, Any, PanelPlaces], _Loop]) -> Callable[..., Any]:
     """Return the function that writes the code of `write_sums`, by the loops for numbers of rows and a dtype of weights."""
@@ -603,6 +622,9 @@ def _code_of_sums(loop_of: Callable[[Any, int, Any, PanelPlaces], _Loop]) -> Cal
         places = PanelPlaces(*numbers_in(context, builder, signature.args[4], args[4]))
         starts = ((1, places.weights), (2, places.x), (3, places.out))
         weights, x, out = places_in(context, builder, signature, args, starts)
+        order = None
+        if len(args) > _ORDER:
+            (order,) = places_in(context, builder, signature, args, ((_ORDER, ir.Constant(INDEX, 0)),))
         kind = signature.args[1].dtype
         if kind == types.int16 or kind in _WORDS_OF:  # registers hold words anyway
             weights = builder.bitcast(weights, WORD.as_pointer())
@@ -613,6 +635,7 @@ def _code_of_sums(loop_of: Callable[[Any, int, Any, PanelPlaces], _Loop]) -> Cal
 
         def write(rows: int) -> None:
             loop = loop_of(builder, rows, kind, places)
+            loop.order = order
             loop.write(weights, places.stride, x, out, places.out_stride, places.depth)
 
         _write_for_each(builder, args[0], write)

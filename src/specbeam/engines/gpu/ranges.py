@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
 from specbeam.core.records import FINAL
@@ -24,7 +24,6 @@ from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import ExitLayer
 from specbeam.engines.cpu.extras import numbers_of
 from specbeam.engines.cpu.passes import PackedPasses
-from specbeam.engines.cpu.sources import no_distances
 from specbeam.engines.families import norm_of
 from specbeam.engines.gpu.cache import GpuCache
 from specbeam.engines.gpu.decoder import GpuLayer, PassShape
@@ -34,7 +33,6 @@ from specbeam.engines.gpu.parts import WHOLE, PassPart
 from specbeam.engines.gpu.staging import Inputs, Staging, mask_bytes
 from specbeam.engines.kv.cache import Nodes
 from specbeam.engines.kv.late import LateRows
-from specbeam.engines.kv.masks import SlotPositions, places_of_slots
 from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.trie import Feed
 
@@ -110,12 +108,6 @@ class RangeDecoder:
     def store(self) -> PagedStore:
         """Return the KV store of the model, which all its passes share."""
         return self.passes.store
-
-    def back_of(self, feeds: list[Feed], tables: Sequence[SlotPositions], extent: int) -> Int32[np.ndarray, "_ _"]:
-        """See `CompiledDecoder.back_of`: positions of keys, for biases of attention by position."""
-        if not self.passes.limits.by_place:
-            return no_distances()
-        return np.concatenate([places_of_slots(feed, table, extent) for feed, table in zip(feeds, tables, strict=True)])
 
     def forward(
         self,
@@ -218,13 +210,12 @@ class RangeDecoder:
     def _rows_in_use(self) -> Integers:
         """Return the rows of states to which any session refers."""
         found = [np.zeros(0, dtype=np.int64)]
-        for row_caches in self.passes.caches:
-            for cache in row_caches:
-                if isinstance(cache, CpuCache):
-                    stored = cache.trie.stored
-                    early = cache.early
-                    each = [cache.outputs[:stored], early.outputs[:stored], early.exited[:stored]]
-                    found += [_numbers(one) for one in (*each, early.waiting.states[: cache.waiting])]
+        for cache in self.passes.caches:
+            if isinstance(cache, CpuCache):
+                stored = cache.trie.stored
+                early = cache.early
+                each = [cache.outputs[:stored], early.outputs[:stored], early.exited[:stored]]
+                found += [_numbers(one) for one in (*each, early.waiting.states[: cache.waiting])]
         return np.concatenate(found)
 
     def _check(self, rows: Rows, vectors: Mapping[int, Embedding]) -> None:
@@ -325,7 +316,7 @@ class RangeDecoder:
             byte += own.size
             if passes.limits.by_place:
                 end = byte + 4 * seen.shape[2]
-                inputs.seen[byte:end].view(np.int32)[:] = rows.back[first]
+                inputs.seen[byte:end].view(np.int32)[:] = rows.places[session]
                 byte = end
         for numbers in (inputs.tokens, inputs.positions, inputs.caches, inputs.slots):
             numbers[count : shape.rows] = 0  # padding writes to the waste slot
@@ -349,13 +340,10 @@ class RangedPasses(PackedPasses):
         trie = other.trie
         if len(again := np.flatnonzero(trie.root_at < trie.stored)):
             trie = other.trie.scratch(again)
-            trie.row_tries = other.trie.row_tries
-            trie.row_tries[trie.row_tries.index(other.trie)] = trie
         cache = CpuCache(other.row, other.prompt, 1, trie)
         own = vars(cache)
         kept = {"answered", "outputs", "trie"}
         own |= {name: value for name, value in vars(other).items() if name in own and name not in kept}
-        cache.row_caches[cache.row_caches.index(other)] = cache
         return cache
 
     def run_layer(self, cache: RowMember, feed: Feed, layer: int, states: States) -> States:

@@ -43,11 +43,12 @@ def slots_back(feed: Feed, table: SlotPositions, extent: int) -> Int32[np.ndarra
     return back
 
 
-def places_of_slots(feed: Feed, table: SlotPositions, extent: int) -> Int32[np.ndarray, "n extent"]:
-    """Return the position of each slot's token, once for each row of a feed."""
-    known = min(extent, table.capacity)
-    places = np.zeros((len(feed), extent), dtype=np.int32)
-    places[:, :known] = table.slot_position[:known]
+def places_of_slots(tables: Sequence[SlotPositions], extent: int) -> Int64[np.ndarray, "tables extent"]:
+    """Return the position in the text of each slot's token, for each table."""
+    places = np.zeros((len(tables), extent), dtype=np.int64)
+    for number, table in enumerate(tables):
+        known = min(extent, table.capacity)
+        places[number, :known] = table.slot_position[:known]
     return places
 
 

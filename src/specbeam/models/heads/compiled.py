@@ -49,7 +49,7 @@ from specbeam.engines.cpu.head_steps import (
 from specbeam.engines.cpu.layers import score_rows
 from specbeam.engines.cpu.panels import Kind, fits_bfloat16, in_panels
 from specbeam.engines.cpu.rows import KeyValues, LayerRows, Stack
-from specbeam.engines.cpu.sources import no_distances, no_sources
+from specbeam.engines.cpu.sources import no_sources
 from specbeam.engines.cpu.sums import STEP, WIDTH
 from specbeam.engines.cpu.team import TEAM, threads_for
 from specbeam.engines.cpu.weights import layers_of_weights
@@ -245,13 +245,16 @@ class CompiledHead:
         feeds: list[PairFeed] = [begin_pairs(arrays, pairs_ready(arrays)) for arrays in busy]
         ends = np.cumsum([0, *(len(feed.tokens) for feed in feeds)])
         seen = np.zeros((1, ends[-1], max(feed.seen.shape[2] for feed in feeds)), dtype=bool)
-        for feed, start, stop in zip(feeds, ends, ends[1:], strict=False):
-            seen[0, start:stop, : feed.seen.shape[2]] = feed.seen[0]
+        places = np.zeros((len(feeds), seen.shape[2]), dtype=np.int64)
+        for number, (feed, start, stop) in enumerate(zip(feeds, ends, ends[1:], strict=False)):
+            extent = feed.seen.shape[2]
+            seen[0, start:stop, :extent] = feed.seen[0]
+            places[number, :extent] = feed.places[0]
         tokens, given, positions, slots = (
             np.concatenate([getattr(feed, name) for feed in feeds])
             for name in ("tokens", "given", "positions", "slots")
         )
-        joined = PairFeed(tokens, given, positions, slots, seen)
+        joined = PairFeed(tokens, given, positions, slots, seen, places)
         rows = np.array([
             (arrays.store_row, start, stop) for arrays, start, stop in zip(busy, ends, ends[1:], strict=False)
         ])  # fmt: skip
@@ -296,9 +299,9 @@ class CompiledHead:
         cache = KeyValues(self.store.keys_by_panel, self.store.values_by_slot)
         score = address_of(score_rows, floats, model.last_norm, model.eps, model.head[:0], model.head, floats, 1)
         if isinstance(model, TrunkModel):
-            feed = PairFeed(numbers, floats, numbers, numbers, seen)
+            feed = PairFeed(numbers, floats, numbers, numbers, seen, numbers[None])
             return address_of(pair_layers, floats, model, feed, numbers[None], cache, 1), 0, score
-        rows = LayerRows(numbers, numbers, numbers[None], seen, no_distances(), no_sources())
+        rows = LayerRows(numbers, numbers, numbers[None], seen, numbers[None], no_sources())
         _, _, kv_heads, _, size, _ = cache.keys.shape
         stack = Stack(model.weights, model.angles, model.eps, model.heads, kv_heads, size)
         layers = address_of(run_all, floats, stack, rows, model.kinds, cache, 1)
