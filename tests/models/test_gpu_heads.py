@@ -270,17 +270,6 @@ def test_sublayers_are_skipped_and_leave_no_trace(engine):
             one.texts = moved(one.texts, forest, turn)
 
 
-def test_a_target_that_drafts_for_itself_shares_no_prefixes_by_default():
-    model, _ = models(num_hidden_layers=4)
-    lm = HuggingFaceLM(model, engine="gpu")
-    assert lm.share_from == 64
-    SkippingLM(lm, Skipping("a1"))
-    assert lm.share_from is None
-    chosen = HuggingFaceLM(model, engine="gpu", share_from=4)
-    SkippingLM(chosen, Skipping("a1"))
-    assert chosen.share_from == 4
-
-
 def test_rows_of_states_are_reused_and_grow():
     states = StateRows(torch.zeros(1, 4), rows=8)
     first = states.take(4, lambda: pytest.fail("some are free"))

@@ -79,7 +79,7 @@ def test_pages_of_rows_without_sessions_are_used_again(store):
 def test_slots_move_within_a_row(store):
     store.reserve_row(0, 130)
     store.put(0, np.array([5, 129]), written := numbers(2))
-    store.move_slots(0, torch.tensor([5, 129]), torch.tensor([129, 1]))
+    store.copy_slots(0, np.array([5, 129]), 0, np.array([129, 1]))
     assert torch.equal(store.take(0, np.array([129, 1]))[0], written[0])
 
 

@@ -535,13 +535,20 @@ def test_what_cannot_work_is_refused_with_a_reason():
         with pytest.raises(NotSupported, match=f"{why}.* each draft would cost a whole pass"):
             sb.swift(**settings).parts(target_of(layers=few))
     assert sb.swift(ratio=0.5).parts(target_of(layers=3)).law  # one of the two
-    shared = target_of(share_from=4)
+
+
+@needs_numba
+def test_drafts_on_free_slots_go_with_a_copied_beginning():
     prompt = list(range(3, 12))
-    request = Request.of(
-        pair_of(shared), [prompt, prompt], sb.swift("a1"), Settings.given({"max_new_tokens": 3}, None), 3
-    )
-    list(decode(shared, list(request.sessions)))
-    assert any("share_from=None" in str(session.failure) for session in request.sessions)
+    texts = []
+    for share_from in (None, 4):
+        target = target_of(share_from=share_from)
+        settings = Settings.given({"max_new_tokens": 5}, None)
+        sessions = list(Request.of(pair_of(target), [prompt, prompt], sb.swift("a1"), settings, 3).sessions)
+        list(decode(target, sessions))
+        texts.append([session.settled for session in sessions])
+    assert texts[0] == texts[1]
+    assert all(texts[0])
 
 
 @needs_numba

@@ -23,6 +23,7 @@ from specbeam.core.measure.profiler import record_share
 from specbeam.core.passes import CYCLES, PASSES, now
 from specbeam.core.records import ExtraInputs, Needs, Scored, Turn
 from specbeam.core.session import CacheOwner, is_broken
+from specbeam.engines.arrays import Integers
 from specbeam.engines.cpu.cache import CpuCache, Drafting
 from specbeam.engines.cpu.cache_words import WORDS, KVType
 from specbeam.engines.cpu.decoder import TILED_FROM
@@ -49,7 +50,6 @@ CHUNK = 512  # prompt tokens of one session per pass
 MOST_ROWS_IN_STEPS = 512  # pending tokens and new nodes of one session in a pass of compiled steps
 COPIED_TOGETHER = 8  # cached chunks of a prompt that are copied at once
 SHARE_FROM = 64  # minimum number of common tokens for which sessions share a prefix
-MOST_TOGETHER = 16  # sessions that share a prefix; the attention of each runs over the slots of all of them
 BITS_OF_ROUNDED = {"int4": 4, "int8": 8, "fp8": 8}  # bits of a weight, by engine
 
 
@@ -113,7 +113,7 @@ def cache_for_run(lm: Any, session: CacheOwner, fresh: int, more: int, needs: Ne
         fresh, more, needs: see `HuggingFaceLM.cache_for_steps`.
     """
     with lm.cache_for_steps(session, fresh, more, needs) as found:
-        yield None if found is None or lm.shares(session) else found.arrays
+        yield None if found is None else found.arrays
 
 
 class HuggingFaceLM:
@@ -129,9 +129,8 @@ class HuggingFaceLM:
             one, so that an exit layer can draft on its cache. "parallel" (engines/torch/repeated.py) is "plain" for weights
             that are sharded over processes. "auto" takes the fastest engine that fits, but never "parallel", "torch",
             "int8", "int4", "fp8" or "layers". Raises `NotSupported` if the engine cannot run the model.
-        share_from: sessions whose prompts begin with at least this number of equal tokens compute and store those tokens
-            once, unless attention over the slots of all their new tokens may cost more. None: never. "auto": 64, but never
-            with "compiled", "int8" or "int4", whose results without sharing are bit-identical in any batch.
+        share_from: sessions whose prompts begin with at least this number of equal tokens compute those tokens once, and
+            copy their keys and values. None: never. "auto": 64.
         kv: "bfloat16" stores keys and values rounded, in half the memory, which changes the model; for the compiled forward,
             rounded or not.
         shared: the tokens that a draft model shares with a target of another vocabulary: the draft model reads the target's
@@ -142,7 +141,6 @@ class HuggingFaceLM:
         engine: the name of the engine that runs the model, from the table in models/engines.py.
         engine_note: a sentence with the reason if "auto" chose transformers' forward; "" otherwise.
         guard: allows one thread at a time.
-        shares_by_default: whether `share_from` was "auto".
         known_prompts: the cached beginnings of earlier prompts; None without prefix caching.
         further_draft: loads a draft model that a recipe takes as a setting; set by `load` on a target.
     """
@@ -165,12 +163,9 @@ class HuggingFaceLM:
         self.guard = ThreadGuard()
         self.known_prompts: KnownPrompts | None = None
         self._before_prompts: tuple[int, int | None] | None = None  # `chunk` and `share_from` before `remember_prompts`
-        self.caches: list[list[Any]] = []  # the caches of the sessions in each row of the store
+        self.caches: list[Any] = []  # the caches of the sessions, by row of the store
         self.engine, self.runner, self.engine_note = choose_engine(model, engine, self.caches, kv, shared)
-        self.shares_by_default = share_from == "auto"
-        if share_from == "auto":
-            share_from = None if self.engine in COMPILED else SHARE_FROM
-        self.share_from = share_from
+        self.share_from = SHARE_FROM if share_from == "auto" else share_from
         self.heads: dict[Any, Any] = {}  # draft heads that `load` has read for this model
         self.head: Any = None  # the exit head whose layer is this model's last layer; see `heads.exit`
         self.vocab = vocab_of(model) if shared is None else shared.vocab
@@ -378,8 +373,9 @@ class HuggingFaceLM:
         """Return a session's cache in the form that ranges of layers use, which replaces the given one."""
         found: CpuCache = self.ranged.ranged(cache)
         if found is not cache:
-            for other in cache.row_caches:
-                other.leader = found if other.leader is cache else other.leader
+            for other in self._followers(cache):
+                other.leader = found
+            self.caches[found.row] = found
             session.state[self] = found
         return found
 
@@ -387,15 +383,9 @@ class HuggingFaceLM:
         """Store all tokens before the roots of these sessions, and return their caches, for passes on scratch slots.
 
         Call this at the start of a turn, only for engines that run ranges of layers; see `SkippingLM`.
-
-        Raises `NotSupported` if a session shares its row of the store, as the others might fill the same free slots.
         """
         caches = [self._cache(session, _needs_of_parts(session, LOGITS)) for session in sessions]
-        if any(len(cache.row_caches) > 1 for cache in caches):
-            raise NotSupported(
-                "drafts on free slots of the target's cache need sessions that share no prefix; load the target with "
-                "share_from=None"
-            )
+        self._store_for_followers(caches)
         self._prefill(caches, 0)
         return caches
 
@@ -460,7 +450,7 @@ class HuggingFaceLM:
         cache = self._cache(session, needs)
         is_plain = getattr(cache, "is_for_steps", False) and not getattr(cache, "takes_embeddings", False)
         runs_all = hasattr(cache, "has_stale_rows")  # sessions that run layers in ranges have caches of another kind
-        if needs != LOGITS or not (is_plain and runs_all) or self.shares(session):
+        if needs != LOGITS or not (is_plain and runs_all):
             yield None
             return
         if not self._is_stored_for_steps(cache, fresh):
@@ -582,9 +572,9 @@ class HuggingFaceLM:
         self._compact_if_sparse(session, cache)
 
     def _compact_if_sparse(self, session: CacheOwner, cache: Any) -> None:
-        """Compact the cache if its extent exceeds one block plus twice the slots it needs, unless it shares its row."""
+        """Compact the cache if its extent exceeds one block plus twice the slots it needs."""
         trie = cache.trie
-        if len(cache.row_caches) == 1 and trie.extent - trie.reserved > 2 * trie.held + BLOCK:
+        if trie.extent - trie.reserved > 2 * trie.held + BLOCK:
             self.compact(session)
 
     def peak(self, session: CacheOwner) -> int:
@@ -593,56 +583,41 @@ class HuggingFaceLM:
     def close(self, session: CacheOwner) -> None:
         """Free the session's cache.
 
-        If its row of the store becomes empty, the sessions of the last row move there, so that rows in use stay contiguous.
+        The session of the last row of the store moves to its row, so that rows in use stay contiguous.
         If the session failed because logits were not finite, its row is cleared before it is used again.
         """
         cache = session.state.pop(self, None)
         if cache is None:
             return
-        self._take_over_prefixes(cache.row_caches)
-        cache.row_caches.remove(cache)
-        cache.trie.row_tries.remove(cache.trie)
-        self._replace_leader([other for other in cache.row_caches if other.leader is cache])
-        if cache.row_caches:
-            return
+        self._take_over_prefixes(self._followers(cache))
+        self._replace_leader(self._followers(cache))
         if is_broken(session) and cache.row < self.runner.store.caches:
             self.runner.store.clear_cache(cache.row)
         last = self.caches.pop()
-        if last is cache.row_caches:
+        if last is cache:
             return
-        if last[0].row < self.runner.store.caches:  # otherwise nothing is stored in that row
-            extent = max(other.trie.extent for other in last)
-            self.runner.store.move_cache(last[0].row, cache.row, extent)
+        if last.row < self.runner.store.caches:  # otherwise nothing is stored in that row
+            self.runner.store.move_cache(last.row, cache.row, last.trie.extent)
         self.caches[cache.row] = last
-        for other in last:
-            other.row = cache.row
+        last.row = cache.row
 
     def compact(self, session: CacheOwner) -> None:
-        """Move the session's tokens to the first slots, unless other sessions share its row of the store.
+        """Move the session's tokens to the first slots.
 
         New nodes fill free slots first, so this helps only after forests have shrunk.
         """
         cache = session.state[self]
-        if self.shares(session):
-            return
         source, goal = cache.trie.compact()
         cache.follow_slots(source, goal)
         if len(source):
-            self.runner.store.move_slots(
-                cache.row, *(torch.from_numpy(slots).to(self.device) for slots in (source, goal))
-            )
-
-    def shares(self, session: CacheOwner) -> bool:
-        """Return whether other sessions use the same row of the store, which compiled runs do not support."""
-        cache = session.state.get(self)
-        return cache is not None and len(cache.row_caches) > 1
+            self.runner.store.copy_slots(cache.row, source, cache.row, goal)
 
     def held(self, session: CacheOwner) -> int:
         """Return the number of tokens that are stored for the session."""
         return session.state[self].trie.held
 
     def _cache(self, session: CacheOwner, needs: Needs = LOGITS) -> Any:
-        """Return the session's cache; on the first call, create it in a new row or in that of a session with its prefix.
+        """Return the session's cache; on the first call, create it, and find a session that stores its prefix.
 
         Raises `NotSupported` if the model cannot take the session's context, embeddings or extra rows.
         """
@@ -652,7 +627,7 @@ class HuggingFaceLM:
             if why := self.refuses(session):
                 raise NotSupported(why)
             leader, common = self._find_leader(session, needs)
-            cache = self.runner.cache(len(self.caches) if leader is None else leader.row, session.prompt)
+            cache = self.runner.cache(len(self.caches), session.prompt)
             cache.needs = needs
             cache.namespace = getattr(session, "namespace", "")
             cache.recalled = getattr(session, "recalled", {})
@@ -661,15 +636,9 @@ class HuggingFaceLM:
                 cache.early_layers = needs.exit_layer.after
             cache.context, cache.vectors = self._extras_of(session)
             cache.take_extra_inputs(self._extra_inputs_of(session))
-            if leader is None:
-                self.caches.append(cache.row_caches)
-            else:
-                cache.leader = leader
-                cache.common = common
-                cache.row_caches = leader.row_caches
-                cache.row_caches.append(cache)
-                cache.trie.row_tries = leader.trie.row_tries
-                cache.trie.row_tries.append(cache.trie)
+            cache.leader = leader
+            cache.common = common
+            self.caches.append(cache)
             session.state[self] = cache
         return cache
 
@@ -683,40 +652,46 @@ class HuggingFaceLM:
         context, vectors = self._extras_of(session)
         best = None
         longest = self.share_from - 1
-        for row_caches in self.caches:
-            if len(row_caches) >= MOST_TOGETHER:
+        for cache in self.caches:
+            if cache.leader is not None or cache.extra_inputs is not None:
                 continue
-            if row_caches[0].extra_inputs is not None:  # the row's first slots are reserved
+            if cache.vectors is not vectors or not _are_same(cache.context, context):
                 continue
-            if row_caches[0].vectors is not vectors or not _are_same(row_caches[0].context, context):
+            if cache.needs.exit_layer is not needs.exit_layer:
                 continue
-            if row_caches[0].needs.exit_layer is not needs.exit_layer:
-                continue
-            for cache in row_caches:
-                common = min(
-                    _common_prefix(session.prompt, cache.prompt), len(session.prompt) - 1, len(cache.prompt) - 1
-                )
-                if common > longest and cache.leader is None and self._pays_to_share(common, len(row_caches), session):
-                    best = cache
-                    longest = common
+            common = min(_common_prefix(session.prompt, cache.prompt), len(session.prompt) - 1, len(cache.prompt) - 1)
+            if common > longest:
+                best = cache
+                longest = common
         return best, longest if best is not None else 0
-
-    def _pays_to_share(self, common: int, others: int, session: CacheOwner) -> bool:
-        """Return whether sharing a row of the store with `others` costs less than computing `common` tokens again.
-
-        A row of a pass costs about as much as attention over 6 * hidden_size slots. In a shared row of the store, the
-        attention of each session also runs over the slots of the others.
-        """
-        limits = getattr(session, "limits", None)
-        fresh = 0 if limits is None else limits.max_new_tokens
-        return others * fresh**2 <= 6 * self.known.get_input_embeddings().weight.shape[1] * common
 
     def _take_over_prefixes(self, caches: list[Any]) -> None:
         """Give each cache its prefix from its leader if the leader has stored all of it."""
         for cache in caches:
-            if cache.leader is not None and cache.leader.trie.prompt_stored >= cache.common:
-                cache.trie.share(cache.leader.trie, cache.prompt, cache.common)
+            leader = cache.leader
+            if leader is not None and leader.trie.prompt_stored >= cache.common:
+                self._copy_beginning(leader, cache)
                 cache.leader = None
+
+    def _copy_beginning(self, leader: Any, cache: Any) -> None:
+        """Copy the keys and values of the common tokens of two prompts, in pieces that need little memory."""
+        slots = leader.trie.slots_of_beginning(cache.common)
+        for start in range(0, cache.common, self.chunk):
+            piece = slots[start : start + self.chunk]
+            self.runner.store.copy_slots(leader.row, piece, cache.row, self._slots_for(cache, len(piece)))
+            cache.trie.forget_inner()
+
+    def _slots_for(self, cache: Any, count: int) -> Integers:
+        """Return slots, with room in the store, for the keys and values of the next `count` tokens of a prompt."""
+        feed = cache.trie.feed(count)
+        extent = -(-cache.trie.extent // BLOCK) * BLOCK
+        self.runner.store.reserve_row(cache.row, extent)
+        slots: Integers = feed.slots
+        return slots
+
+    def _followers(self, leader: Any) -> list[Any]:
+        """Return the caches that wait for a leader to store the beginnings of their prompts."""
+        return [cache for cache in self.caches if cache.leader is leader]
 
     def _replace_leader(self, caches: list[Any]) -> None:
         """Make the first of these caches, whose leader was closed, the leader of the others that share enough with it."""
@@ -783,17 +758,15 @@ class HuggingFaceLM:
                 cache.recalled[self] = 0
             found = known.find(self._beginning(cache), start)
             for first in range(0, len(found), COPIED_TOGETHER):
-                self._copy_chunks(cache, found[first : first + COPIED_TOGETHER], known.chunk)
+                self._put(cache, found[first : first + COPIED_TOGETHER], known.chunk)
+            cache.recalled[self] += known.chunk * len(found)
 
-    def _copy_chunks(self, cache: Any, chunks: list[Any], size: int) -> None:
-        """Store the next tokens of a prompt by copying cached chunks of `size` tokens."""
-        feed = cache.trie.feed(size * len(chunks))
-        extent = -(-cache.trie.extent // BLOCK) * BLOCK
-        self.runner.store.reserve_row(cache.row, extent)
+    def _put(self, cache: Any, chunks: list[Any], size: int) -> None:
+        """Store the next tokens of a prompt, given their keys and values in chunks of `size` tokens."""
+        slots = self._slots_for(cache, size * len(chunks))
         for number, chunk in enumerate(chunks):
-            self.runner.store.put(cache.row, feed.slots[number * size : (number + 1) * size], chunk)
+            self.runner.store.put(cache.row, slots[number * size : (number + 1) * size], chunk)
         cache.trie.forget_inner()
-        cache.recalled[self] += size * len(chunks)
 
     def _remember(self, cache: Any, start: int) -> None:
         """Cache the last stored chunk of a prompt, which begins at token `start`."""
@@ -829,10 +802,6 @@ class OnTargetsCache:
     def is_compiled(self) -> bool:
         """See `HuggingFaceLM.is_compiled`."""
         return self.target.is_compiled
-
-    def shares(self, session: CacheOwner) -> bool:
-        """See `HuggingFaceLM.shares`."""
-        return self.target.shares(session)
 
     def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
         """Update the counter of passes after a run."""

@@ -277,8 +277,8 @@ def load(
             for each of up to a dozen forms of a pass (one prompt or several, one token or several, ...). The code is cached
             on disk.
         share_from: texts decoded together whose prompts begin with at least this number of equal tokens, such as a system
-            prompt, compute and store these tokens once. None: never. "auto": 64, but never in the compiled engines for CPUs,
-            where sharing changes the last bits of a text's logits.
+            prompt, compute these tokens once. In the compiled engines for CPUs that changes no bit. None: never.
+            "auto": 64.
         probe: try a draft head on 128 tokens that the target draws, with the conventions of its files and with those
             of other writers of heads, and use the convention that fits clearly best. A warning is given if this is not the
             convention of the files, or if none fits. It takes the time of these target passes.

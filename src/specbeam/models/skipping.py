@@ -154,8 +154,6 @@ class SkippingLM(OnTargetsCache):
                 "families of each engine. Use a draft model or prompt_lookup"
             )
         self.lm = self.target = lm
-        if lm.shares_by_default:
-            lm.share_from = None  # drafts use free slots, which sessions in one row of the store would share
         self.settings = Skipping() if settings is None else settings
         self.vocab = lm.vocab
         self.max_positions = lm.max_positions
@@ -306,7 +304,7 @@ class SkippingLM(OnTargetsCache):
         passes = self._passes_without(self.skipped(session))
         assert isinstance(passes, PackedPasses)  # see `supports_runs`
         with passes.scratch_for_steps(cache, nodes) as arrays:
-            yield None if self.shares(session) else arrays
+            yield arrays
         self.rows += int(arrays.numbers[ROWS])
 
     def settle(self, session: CacheOwner, turn: Turn) -> None:

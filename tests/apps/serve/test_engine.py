@@ -292,7 +292,7 @@ def test_the_room_of_a_text_covers_the_nodes_that_a_method_holds(pair, method):
     most = dict.fromkeys(rooms, 0)
     for _ in decode(pair.target, [session]):
         for lm in rooms:
-            held = [cache.trie.held for row_caches in lm.caches for cache in row_caches]
+            held = [cache.trie.held for cache in lm.caches]
             most[lm] = max(most[lm], *held, session.count.peak_kv_tokens * (lm is pair.target))
     assert session.failure is None
     assert most[pair.target] > len(session.prompt) + 16 + 16 + 64

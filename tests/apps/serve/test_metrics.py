@@ -159,7 +159,7 @@ def test_a_session_with_windows_is_admitted_by_the_room_that_its_windows_take(me
     most = np.zeros((2, 2), dtype=int)
     for _ in decode(pair.target, [session]):
         for number, lm in enumerate(lms):
-            held = [cache.trie.held for row_caches in lm.caches for cache in row_caches]
+            held = [cache.trie.held for cache in lm.caches]
             most[number] = np.maximum(most[number], (len(lm.caches), max(held, default=0)))
     assert session.failure is None
     assert most[0].all()

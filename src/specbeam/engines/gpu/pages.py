@@ -151,9 +151,9 @@ class PagedStore(KVStore):
         for page in self._by_row[cache]:
             self._pages[page].zero_()
 
-    def move_slots(self, cache: int, source: IntegerTensor, goal: IntegerTensor) -> None:
+    def copy_slots(self, source: int, slots: Integers, goal: int, goal_slots: Integers) -> None:
         for store in (self, *self.more):
-            store.put(cache, goal.cpu().numpy(), store.take(cache, source.cpu().numpy()))
+            store.put(goal, goal_slots, store.take(source, slots))
 
     @torch.inference_mode()
     def _take_back(self, pages: list[int]) -> None:

@@ -57,7 +57,7 @@ class GpuPasses:
 
     most_rows_in_steps = FEW  # maximum number of rows of a pass in steps
 
-    def __init__(self, model: "PreTrainedModel", decoder: GpuDecoder, caches: list[list[Any]], capture: bool) -> None:
+    def __init__(self, model: "PreTrainedModel", decoder: GpuDecoder, caches: list[Any], capture: bool) -> None:
         self.model = model
         self.decoder = decoder
         self.caches = caches

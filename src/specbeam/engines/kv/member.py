@@ -19,7 +19,6 @@ class RowMember:
 
     Attributes:
         row: index of the row.
-        row_caches: the caches of all sessions in this row, including this one.
         leader: another cache that stores the beginning of this session's prompt; None if there is none, or once this
             cache has taken over the beginning.
         common: number of tokens that the leader stores for this session.
@@ -40,7 +39,6 @@ class RowMember:
     def __init__(self, row: int, prompt: list[int]) -> None:
         self.row = row
         self.prompt = prompt
-        self.row_caches: list[Any] = [self]
         self.leader: Any = None
         self.common = 0
         self.context: Any = None

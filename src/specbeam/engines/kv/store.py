@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from specbeam.engines.arrays import AnyArray, Integers, IntegerTensor, PrefixRows
+from specbeam.engines.arrays import AnyArray, Integers, PrefixRows
 
 PAGE = 4096  # minimum bytes of a memory page
 
@@ -90,8 +90,8 @@ class RowStore(ABC):
         """Write zeros to one row: masked slots enter products, and a NaN of another text would spread."""
 
     @abstractmethod
-    def move_slots(self, cache: int, source: IntegerTensor, goal: IntegerTensor) -> None:
-        """Copy some slots of one row of the store to other slots of the same row."""
+    def copy_slots(self, source: int, slots: Integers, goal: int, goal_slots: Integers) -> None:
+        """Copy some slots of one row of the store to slots of the same or another row, which must have room."""
 
 
 def panel_buffers(
@@ -228,12 +228,13 @@ class PanelStore(RowStore):
         self.keys_by_panel[:, cache] = 0
         self.values_by_slot[:, cache] = 0
 
-    def move_slots(self, cache: int, source: IntegerTensor, goal: IntegerTensor) -> None:
-        (panels, columns), (to_panels, to_columns) = (divmod(slots.numpy(), self.columns) for slots in (source, goal))
-        keys = self.keys_by_panel[:, cache]
-        values = self.values_by_slot[:, cache]
-        keys[:, :, to_panels, :, to_columns] = keys[:, :, panels, :, columns]
-        values[:, :, goal.numpy()] = values[:, :, source.numpy()]
+    def copy_slots(self, source: int, slots: Integers, goal: int, goal_slots: Integers) -> None:
+        panels, columns = divmod(slots, self.columns)
+        to_panels, to_columns = divmod(goal_slots, self.columns)
+        self.keys_by_panel[:, goal][:, :, to_panels, :, to_columns] = self.keys_by_panel[:, source][
+            :, :, panels, :, columns
+        ]
+        self.values_by_slot[:, goal][:, :, goal_slots] = self.values_by_slot[:, source][:, :, slots]
 
 
 def _are_neighbours(slots: Integers) -> bool:

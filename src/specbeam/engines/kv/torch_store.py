@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specbeam.engines.arrays import Integers, IntegerTensor, PrefixRows
+from specbeam.engines.arrays import Integers, PrefixRows
 from specbeam.engines.kv.store import Place, RowStore
 
 
@@ -140,9 +140,11 @@ class KVStore(RowStore, Cache):
             buffer[cache].zero_()
 
     @torch.inference_mode()
-    def move_slots(self, cache: int, source: IntegerTensor, goal: IntegerTensor) -> None:
+    def copy_slots(self, source: int, slots: Integers, goal: int, goal_slots: Integers) -> None:
+        which = torch.from_numpy(slots)
+        places = torch.from_numpy(goal_slots)
         for buffer in self._buffers():
-            buffer[cache, :, goal] = buffer[cache, :, source]
+            buffer[goal, :, places.to(buffer.device)] = buffer[source, :, which.to(buffer.device)]
 
 
 def _larger(buffer: Float[Tensor, "*layers caches heads slots size"], caches: int, slots: int) -> Tensor:

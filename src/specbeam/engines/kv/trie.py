@@ -106,7 +106,6 @@ class KVTrie:
 
     Attributes:
         root_at: int64[beams], the local node of each root.
-        row_tries: the tries of all sessions in the same row of the store.
     """
 
     def __init__(self, prompt: list[int], more: int = BLOCK) -> None:
@@ -124,7 +123,6 @@ class KVTrie:
         seen = np.zeros((min(room, 2 * more), room), dtype=bool)
         self.arrays = Trie(nodes, numbers[:room], seen, np.zeros(room, dtype=bool), numbers[room:], counts)
         self.root_at = numbers[:1].copy()
-        self.row_tries: list[KVTrie] = [self]
         self.prefix = 0  # number of slots of a prefix, from slot 1 on, to which only learned rows attend
         self.reserved = 0  # number of slots from slot 1 that are not assigned to nodes
 
@@ -147,26 +145,11 @@ class KVTrie:
             counts = self.arrays.counts
             counts[EXTENT] = max(counts[EXTENT], 1 + self.reserved)
 
-    def share(self, other: "KVTrie", prompt: list[int], count: int) -> None:
-        """Take over the slots of the first `count` tokens of the prompt from another trie in the same row of the store.
-
-        Call it before this trie stores anything. `count` must be less than the length of the prompt.
-        """
-        anchor = int((other.positions[: other.stored] >= count - 1).argmax())
-        slots = np.flatnonzero(other.seen[anchor] & (other.slot_position < count))
-        self._widen(other.capacity)
-        arrays = self.arrays
-        rest = prompt[count:]
-        size = 1 + len(rest)
-        arrays.nodes[0, :size] = [prompt[count - 1], *rest]
-        arrays.nodes[1, :size] = np.arange(-1, len(rest))
-        arrays.nodes[2, :size] = np.arange(count - 1, len(prompt))
-        arrays.local[0] = len(rest)
-        arrays.seen[0, slots] = True
-        arrays.used[slots] = True
-        arrays.slot_position[slots] = other.slot_position[slots]
-        arrays.counts[:] = size, 1, 1, count, slots.max() + 1, count
-        self.root_at = arrays.local[:1].copy()
+    def slots_of_beginning(self, count: int) -> Int64[np.ndarray, " count"]:
+        """Return the slots of the first `count` tokens of the prompt, which must be stored, in the order of the text."""
+        anchor = int((self.positions[: self.stored] >= count - 1).argmax())
+        slots = np.flatnonzero(self.seen[anchor] & (self.slot_position < count))
+        return slots[self.slot_position[slots].argsort()]
 
     def scratch(self, again: Int64[np.ndarray, " again"]) -> "KVTrie":
         """Return a scratch trie with the state of this one at the start of a turn, which assigns slots that are free here.
@@ -199,7 +182,6 @@ class KVTrie:
             np.zeros(6, dtype=np.int64),
         )
         other.root_at = NO_NODES
-        other.row_tries = [other]
         return other
 
     def before(self, node: int, position: int) -> "KVTrie":
@@ -220,7 +202,6 @@ class KVTrie:
             np.array([1, 1, 1, self.held, self.extent, self.held]),
         )
         other.root_at = np.zeros(1, dtype=np.int64)
-        other.row_tries = [other]
         return other
 
     def count_scratch(self, other: "KVTrie") -> None:
@@ -239,13 +220,6 @@ class KVTrie:
     def prompt_stored(self) -> int:
         """The number of stored tokens on the longest path; during prefill, the stored part of the prompt."""
         return int(self.positions[: self.stored].max()) + 1
-
-    def _slots_in_use(self) -> Bool[np.ndarray, " slots"]:
-        """Return the slots that any session in this row of the store uses."""
-        in_use = np.zeros(max(other.capacity for other in self.row_tries), dtype=bool)
-        for other in self.row_tries:
-            in_use[: other.capacity] |= other.seen.any(0)
-        return in_use
 
     def _widen(self, slots: int) -> None:
         """Make room for a total of `slots` slots."""
@@ -356,23 +330,18 @@ class KVTrie:
             self.arrays = arrays._replace(**changed)
 
     def make_slots(self, more: int) -> None:
-        """Make room for `more` further stored nodes and their slots, and mark the slots of other sessions as used.
+        """Make room for `more` further stored nodes and their slots.
 
         Arrays that are too small at least double, so the amortised cost is constant.
         """
         arrays = self.arrays
         rows = self.stored + more
-        in_use = self._slots_in_use() if len(self.row_tries) > 1 else None
-        held = self.held if in_use is None else int(in_use.sum())
-        slots = held + more + 1 + self.reserved  # one more for the waste slot
+        slots = self.held + more + 1 + self.reserved  # one more for the waste slot
         if rows > len(arrays.seen):
             rows = len(arrays.seen) + max(rows, len(arrays.seen))
             self.arrays = arrays._replace(seen=widened(arrays.seen, rows, self.capacity))
         if slots > self.capacity:
             self._widen(-(-max(2 * self.capacity, slots) // BLOCK) * BLOCK)
-        if in_use is not None:  # settling removes these marks
-            size = min(len(in_use), self.capacity)
-            self.used[:size] |= in_use[:size]
 
     def feed(self, most: int) -> Feed:
         """Assign slots to the first `most` pending nodes, count them as stored, and return them as a feed for a pass."""

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,61 +57,11 @@ class Part:
         return int(self.wanted.min(initial=len(self.feed) - 1))
 
 
-class SharedRow:
-    """The parts of all sessions in one row of the store, concatenated.
-
-    Attributes:
-        feed: the joined feeds of all parts.
-        table: the positions of the tokens in the slots, such as a trie.
-        starts: the first row of each part in the feed.
-    """
-
-    def __init__(self, parts: list[Part]) -> None:
-        self.parts = parts
-        self.starts = [0, *accumulate(len(part.feed) for part in parts)]
-        self.feed: Feed
-        self.table: SlotPositions
-        self.feed, self.table = _joined(parts) if len(parts) > 1 else (parts[0].feed, parts[0].cache.trie)
-
-    @property
-    def first(self) -> int:
-        """The first row of the feed whose logits are needed."""
-        return min(start + part.first for start, part in zip(self.starts, self.parts, strict=False))
-
-
-@dataclass(frozen=True, eq=False)
-class SlotTable:
-    """The positions of the tokens in the slots of a row of the store, for all of its sessions."""
-
-    slot_position: Int64[np.ndarray, " slots"]
-
-    @property
-    def capacity(self) -> int:
-        return len(self.slot_position)
-
-
-def _joined(parts: list[Part]) -> tuple[Feed, SlotPositions]:
-    """Return the joined feeds of several sessions, and the positions of the tokens in their slots."""
-    slots = max(part.cache.trie.capacity for part in parts)
-    positions = np.zeros(slots, dtype=np.int64)
-    seen = []
-    for part in parts:
-        trie = part.cache.trie
-        wide = np.zeros((len(part.feed), slots), dtype=bool)
-        wide[:, : part.feed.seen.shape[1]] = part.feed.seen
-        looked_at = np.flatnonzero(wide.any(0))
-        positions[looked_at] = trie.slot_position[looked_at]
-        seen.append(wide)
-    names = ("tokens", "positions", "slots", "parents")
-    joined = {name: np.concatenate([getattr(part.feed, name) for part in parts]) for name in names}
-    return Feed(**joined, seen=np.concatenate(seen)), SlotTable(positions)
-
-
 class PaddedPasses:
     """The passes of a model run by transformers, with or without torch.compile.
 
     Args:
-        caches: the caches of the sessions in each row of the store.
+        caches: the caches of all sessions, by row of the store.
         compile: whether to call the model through torch.compile (`torch_compiled`).
         shared: the target's tokens, which a draft model reads and drafts; None: the model's own tokens.
     """
@@ -120,7 +69,7 @@ class PaddedPasses:
     def __init__(
         self,
         model: "PreTrainedModel",
-        caches: list[list[Any]],
+        caches: list[Any],
         compile: bool = False,
         shared: SharedTokens | None = None,
     ) -> None:
@@ -276,10 +225,7 @@ class PaddedPasses:
         Returns for each part the logits of its wanted nodes, with hidden states if the session needs them, and the hidden
         states of its rows before the first root.
         """
-        parts_by_row: dict[int, list[Part]] = {}
-        for part in parts:
-            parts_by_row.setdefault(part.cache.row, []).append(part)
-        by_row = {row: SharedRow(members) for row, members in parts_by_row.items()}
+        by_row = {part.cache.row: part for part in parts}
         has_extras = any(
             part.cache.context is not None or part.cache.vectors is not None or part.cache.extra_inputs is not None
             for part in parts
@@ -288,9 +234,9 @@ class PaddedPasses:
         recorded = {column: _NONE for part in parts if part.cache.needs.states for column in part.cache.needs.columns}
         filler = next(iter(by_row.values()))  # stands in for rows of the store without a part
         rows: Sequence[int] = range(min(by_row), max(by_row) + 1)
-        width = max(len(shared.feed) for shared in by_row.values())
+        width = max(len(part.feed) for part in parts)
         extent = -(-max(part.cache.trie.extent for part in parts) // BLOCK)
-        last = max(len(shared.feed) - shared.first for shared in by_row.values())
+        last = max(len(part.feed) - part.first for part in parts)
         if any(part.cache.needs.prompt and part.before_roots for part in parts):
             last = width  # the model's head must read all rows
         every = range(rounded_up(rows[-1] + 1))
@@ -316,13 +262,13 @@ class PaddedPasses:
         if has_extras:
             for part in parts:
                 part.cache.keep_prefix(self.store)
-            shared_rows = [by_row.get(row, filler) for row in rows]
-            extras = self._extra_arguments(shared_rows, inputs[0])
+            caches = [by_row.get(row, filler).cache for row in rows]
+            extras = self._extra_arguments(caches, inputs[0])
             run = partial(self._call_model, extras=extras)
             for place, row in enumerate(rows):
                 if row in by_row:
                     feed = by_row[row].feed
-                    late = late_rows(by_row[row].parts[0].cache.extra_inputs, feed, (place + 1) * width - len(feed))
+                    late = late_rows(by_row[row].cache.extra_inputs, feed, (place + 1) * width - len(feed))
                     entering += [] if late is None else [late]
             inputs[0][inputs[0] <= LEARNT] = 0  # learned rows need a valid token id
         with span("model"), self._hooked(recorded, entering):
@@ -337,9 +283,8 @@ class PaddedPasses:
                 rows = [*by_row]
         results = []
         for part in parts:
-            shared = by_row[part.cache.row]
             row = rows.index(part.cache.row)
-            start = shared.starts[shared.parts.index(part)] + last - len(shared.feed)
+            start = last - len(part.feed)
             columns: Columns = (rows_at(logits[row], part.wanted + start),)
             prompt = logits.new_zeros(0, 0)
             if part.cache.needs.states:
@@ -352,7 +297,7 @@ class PaddedPasses:
         return results
 
     def _inputs_and_masks(
-        self, rows: Sequence[int], by_row: dict[int, SharedRow], width: int, extent: int
+        self, rows: Sequence[int], by_row: dict[int, Part], width: int, extent: int
     ) -> tuple[PassInputs, Mask]:
         """Return the tokens, positions and slots of a pass, aligned to the right, and its masks."""
         feeds, tries = self._feeds_and_tables(rows, by_row)
@@ -364,12 +309,12 @@ class PaddedPasses:
         return inputs, self.masks.build(feeds, tries, width, extent, self.device)
 
     def _feeds_and_tables(
-        self, rows: Sequence[int], by_row: dict[int, SharedRow]
-    ) -> tuple[list[Feed], list[SlotPositions]]:
+        self, rows: Sequence[int], by_row: dict[int, Part]
+    ) -> tuple[list[Feed], Sequence[SlotPositions]]:
         """Return the feed of each row of the store, and the positions of the tokens in its slots."""
         filler = next(iter(by_row.values()))
         feeds = [by_row[row].feed if row in by_row else _EMPTY_FEED for row in rows]
-        tables = [by_row.get(row, filler).table for row in rows]  # the tables of empty feeds are not read
+        tables = [by_row.get(row, filler).cache.trie for row in rows]  # the tables of empty feeds are not read
         return feeds, tables
 
     @contextmanager
@@ -402,14 +347,11 @@ class PaddedPasses:
             module = layers[column]
         return module.register_forward_pre_hook(partial(_record_input, states, column), with_kwargs=True)
 
-    def _extra_arguments(
-        self, rows: list[SharedRow], tokens: Int64[np.ndarray, "batch width"]
-    ) -> dict[str, torch.Tensor]:
+    def _extra_arguments(self, caches: list[Any], tokens: Int64[np.ndarray, "batch width"]) -> dict[str, torch.Tensor]:
         """Return the model's arguments besides tokens: the sessions' contexts, of equal shapes, and embeddings.
 
         Raises `IndexError` for negative tokens without an embedding.
         """
-        caches = [row.parts[0].cache for row in rows]
         context = caches[0].context or {}
         extras = {name: torch.cat([cache.context[name] for cache in caches]).to(self.device) for name in context}
         late = [cache.extra_inputs is not None and cache.extra_inputs.layer > 0 for cache in caches]

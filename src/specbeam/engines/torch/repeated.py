@@ -27,7 +27,7 @@ from specbeam.engines.torch.passes import NO_EXTRAS, PaddedPasses
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-END, AWAKE, RUN, RESERVE, MOVE_CACHE, MOVE_SLOTS, CLEAR_CACHE = range(7)
+END, AWAKE, RUN, RESERVE, MOVE_CACHE, COPY_SLOTS, CLEAR_CACHE = range(7)
 HEADER = 64  # length of a header: the operation, the number of arrays, and the rank and dimensions of each
 TIMEOUT_S = 30.0
 
@@ -140,9 +140,9 @@ class RepeatedStore(KVStore):
         self._channel.send(CLEAR_CACHE, [cache])
         super().clear_cache(cache)
 
-    def move_slots(self, cache: int, source: torch.Tensor, goal: torch.Tensor) -> None:
-        self._channel.send(MOVE_SLOTS, [cache], source.cpu().numpy(), goal.cpu().numpy())
-        super().move_slots(cache, source, goal)
+    def copy_slots(self, source: int, slots: np.ndarray, goal: int, goal_slots: np.ndarray) -> None:
+        self._channel.send(COPY_SLOTS, [source, goal], slots, goal_slots)
+        super().copy_slots(source, slots, goal, goal_slots)
 
     def take(self, cache: int, slots: np.ndarray) -> list[Any]:
         raise NotSupported("sharded models have no prefix cache; serve with --prefix-cache-mb 0")
@@ -229,9 +229,9 @@ class Follower(PaddedPasses):
             self.store.move_cache(*arrays[0].tolist())
         elif verb == CLEAR_CACHE:
             self.store.clear_cache(int(arrays[0][0]))
-        elif verb == MOVE_SLOTS:
-            source, goal = (torch.from_numpy(slots).to(self.device) for slots in arrays[1:])
-            self.store.move_slots(int(arrays[0][0]), source, goal)
+        elif verb == COPY_SLOTS:
+            source, goal = arrays[0].tolist()
+            self.store.copy_slots(source, arrays[1], goal, arrays[2])
 
     def _run_pass(self, numbers: np.ndarray, which: np.ndarray, inputs: np.ndarray, packed: np.ndarray) -> None:
         is_slice, extent, wanted, kinds = numbers.tolist()

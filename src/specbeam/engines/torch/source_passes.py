@@ -14,7 +14,7 @@ from specbeam.engines.kv.cache import PaddedCache
 from specbeam.engines.kv.cross import CrossStore, CrossView, ReadsSources
 from specbeam.engines.kv.masks import Mask, distances_back
 from specbeam.engines.shared_tokens import SharedTokens
-from specbeam.engines.torch.passes import NO_EXTRAS, PaddedPasses, SharedRow
+from specbeam.engines.torch.passes import NO_EXTRAS, PaddedPasses, Part
 from specbeam.engines.torch.places import Places, decoder_of, self_attention_with_biases
 
 if TYPE_CHECKING:
@@ -66,14 +66,11 @@ class SourcePasses(ReadsSources, PaddedPasses):
         """Return the length of a session's source, which must be equal in a batch if the decoder takes no source mask."""
         return None if self.takes_masks else self.cross.lengths[cache.source_row]
 
-    def _extra_arguments(
-        self, rows: list[SharedRow], tokens: Int64[np.ndarray, "batch width"]
-    ) -> dict[str, torch.Tensor]:
-        caches: list[Any] = [row.parts[0].cache for row in rows]
+    def _extra_arguments(self, caches: list[Any], tokens: Int64[np.ndarray, "batch width"]) -> dict[str, torch.Tensor]:
         return {"sources": torch.tensor([cache.source_row for cache in caches])}
 
     def _inputs_and_masks(
-        self, rows: Sequence[int], by_row: dict[int, SharedRow], width: int, extent: int
+        self, rows: Sequence[int], by_row: dict[int, Part], width: int, extent: int
     ) -> tuple[PassInputs, Mask]:
         if self.places.needs_distances:
             self._distances = distances_back(*self._feeds_and_tables(rows, by_row), width, extent)

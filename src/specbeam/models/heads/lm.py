@@ -153,10 +153,6 @@ class HeadLM:
         is_possible = self.supports_runs and self.is_ready(session)
         return cache_for_run(self, session, fresh + beams, more, needs) if is_possible else None
 
-    def shares(self, session: CacheOwner) -> bool:
-        """Return False: sessions never share a row of the store."""
-        return False
-
     def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
         """Update the counters and the session's cache after a run; see `HuggingFaceLM.finish_run`."""
         self.passes += passes
