@@ -19,6 +19,7 @@ FLOORS = [
         "core.constraint",
         "core.errors",
         "core.garbage",
+        "core.heap",
         "core.machine",
         "core.names",
         "core.whole_files",
@@ -178,7 +179,7 @@ def figures():
     ("figure", "most"),
     [
         ("entries at the top", 12),
-        ("closure of decode.py, lines", 13_900),  # what the loop needs; at most 18,000
+        ("closure of decode.py, lines", 13_950),  # what the loop needs; at most 18,000
         ("lines", 105_300),
         ("syntax nodes", 741_500),
         ("syntax nodes per line of code", 10.5),

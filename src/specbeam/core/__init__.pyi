@@ -10,6 +10,7 @@ from specbeam.core.forest import LOST as LOST
 from specbeam.core.forest import SHARED as SHARED
 from specbeam.core.forest import Forest as Forest
 from specbeam.core.forest import Siblings as Siblings
+from specbeam.core.heap import resident_memory as resident_memory
 from specbeam.core.lm import LM as LM
 from specbeam.core.machine import free_memory as free_memory
 from specbeam.core.measure.saved_figures import NumberField as NumberField

@@ -17,6 +17,7 @@ from specbeam.core.draft.beams import NoDraft
 from specbeam.core.early_end import EarlyEnd
 from specbeam.core.errors import Cancelled, NotSupported, SpecbeamError
 from specbeam.core.guard import ThreadGuard
+from specbeam.core.heap import HEAP
 from specbeam.core.lm import LM, check_gives, check_takes, fill_prompts
 from specbeam.core.measure.profiler import span
 from specbeam.core.runs import PausedRun, run_ahead, run_side_by_side, run_together
@@ -244,6 +245,8 @@ class Decoder:
         for session in sessions:
             session.state.pop(PausedRun, None)  # it refers to the keys and values of all sessions
             _remember(session)
+        if sessions:
+            HEAP.trim_if_grown()
 
 
 def _remember(session: Session) -> None:

@@ -4,21 +4,19 @@ All contenders answer a batch of prompts one after the other before the next bat
 machine affects all of them. Rounds are repeated after a warm-up, and ratios are taken within a round.
 """
 
-import os
 import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import torch
 
 from specbeam import Pair
-from specbeam.core import RowCounts
+from specbeam.core import RowCounts, resident_memory
 from specbeam.doors import EnergyMeter, Prompt, PromptRow
 from specbeam.lab.bench.outcome import Contender, Outcome
 from specbeam.lab.evaluate.perplexity import exp, log_likelihoods
@@ -299,8 +297,8 @@ def _gpu_memory_of(work: Callable[[], object], device: torch.device) -> float:
 
 def _memory_of(work: Callable[[], object]) -> float | None:
     """Do the work; return the peak resident memory during it, minus the memory before, in MB; None if unreadable."""
-    before = _resident_mb()
-    if before is None:
+    before = resident_memory()
+    if not before:
         work()
         return None
     samples = [before]
@@ -308,20 +306,11 @@ def _memory_of(work: Callable[[], object]) -> float | None:
 
     def watch() -> None:
         while not done.wait(0.005):
-            samples.append(_resident_mb() or 0.0)
+            samples.append(resident_memory())
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     work()
     done.set()
     watcher.join()
-    return max(samples) - before
-
-
-def _resident_mb() -> float | None:
-    """Return the resident memory of this process in MB, None if the system has no /proc."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return (max(samples) - before) / 1e6
