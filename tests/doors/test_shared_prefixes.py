@@ -1,4 +1,7 @@
-"""Sessions whose prompts begin with the same tokens compute and store these once."""
+"""Sessions whose prompts begin with the same tokens compute these once."""
+
+from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -7,10 +10,11 @@ import torch
 import specbeam as sb
 from specbeam.core.decode import Decoder, decode
 from specbeam.core.forest import Forest
-from specbeam.core.records import Needs
+from specbeam.core.records import Needs, Shape
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
 from specbeam.models.huggingface import HuggingFaceLM
+from specbeam.models.live_layers import LiveLayers
 from specbeam.models.pair import Pair
 from tests.support.checking import refused
 from tests.support.seats import check_rows_and_settle, seat
@@ -32,7 +36,7 @@ def pair_of(engine, chunk=16, share_from=8, family="llama"):
     [("plain", "llama"), ("plain", "mistral"), ("plain", "gpt2"), ("compiled", "qwen2-window")],
 )
 def test_rows_of_sessions_that_share_are_those_of_their_paths(engine, family, chunk):
-    """Requests come and go, each with its own forest and verdicts; others write into the same row meanwhile."""
+    """Requests come and go, each with its own forest and verdicts."""
     model = tiny(family)
     lm = HuggingFaceLM(model, chunk, engine, share_from=4)
     rng = np.random.default_rng(1)
@@ -44,7 +48,7 @@ def test_rows_of_sessions_that_share_are_those_of_their_paths(engine, family, ch
         if turn_number % 2:
             for one in some:
                 lm.compact(one)
-        if turn_number in (2, 4):  # the first of a row leaves, another comes
+        if turn_number in (2, 4):  # one leaves, another comes
             lm.close(seats.pop(0))
             seats.append(seat([*SYSTEM[:15], 7]))
     for one in seats:
@@ -179,6 +183,74 @@ def test_pairs_are_loaded_so_that_their_prompts_are_shared(share_from):
     assert [one.text for one in found] == [
         one.text for one in sb.generate(sb.load(target, draft), prompts, sb.sampling(), seed=1, max_new_tokens=6)
     ]
+
+
+def test_a_beginning_that_only_the_first_layers_have_read_is_computed_again():
+    lm = HuggingFaceLM(tiny("llama", num_hidden_layers=4), engine="compiled", share_from=8)
+    root = Forest.rooted(SYSTEM[-1:])
+    first, second = seat(SYSTEM), seat(SYSTEM)
+    LiveLayers(lm, 2).extend([first], [root])
+    found = lm.extend([first, second], [root, root])
+    assert torch.equal(found[0].logits, found[1].logits)
+
+
+class Never:
+    """A controller for which drafts never pay, so that the draft model stores nothing."""
+
+    largest = Shape(2, 2)
+
+    def plan(self, session):
+        return Shape(0, 0)
+
+    def settle(self, session, turn):
+        pass
+
+
+def test_nobody_waits_for_a_session_that_stores_nothing():
+    pair = pair_of("compiled", chunk=8)
+    method = sb.dsbd(2, 3, 2, "fixed")
+    (idle,) = sessions_of(pair, method, 1, tokens=60)
+    (second,) = sessions_of(pair, method, 1, tokens=5)
+    idle.parts = replace(idle.parts, controller=Never())
+    decoder = Decoder(pair.target)
+    decoder.add(idle)
+    while idle.length < 2:
+        decoder.step()
+    decoder.add(second)
+    for _ in range(10):
+        decoder.step()
+    assert second.length > 0
+    decoder.close()
+
+
+def test_prompts_of_other_namespaces_are_computed_anew(monkeypatch):
+    lm = pair_of("compiled").target
+    monkeypatch.setattr(lm, "_copy_beginning", None)
+    seats = [seat(SYSTEM) for _ in range(3)]
+    for number, one in enumerate(seats):
+        one.namespace = str(number)
+    lm.extend(seats, [Forest.rooted(SYSTEM[-1:])] * 3)
+    assert all(cache.leader is None for cache in lm.caches)
+
+
+@pytest.mark.parametrize("when", ["close", "extend"])
+def test_a_copy_without_room_changes_nothing(when, monkeypatch):
+    lm = pair_of("compiled").target
+    prompt = SYSTEM * 5
+    root = Forest.rooted(prompt[-1:])
+    first, second = seat(prompt), seat(prompt)
+    (expected,) = lm.extend([first], [root])
+    if when == "close":
+        lm._cache(second)
+    with monkeypatch.context() as full:
+        full.setattr(lm.runner.store, "grow", Mock(side_effect=MemoryError("no room")))
+        with pytest.raises(MemoryError):
+            lm.close(first) if when == "close" else lm.extend([second], [root])
+    (found,) = lm.extend([second], [root])
+    assert torch.equal(found.logits, expected.logits)
+    lm.close(first)
+    lm.close(second)
+    assert lm.caches == []
 
 
 @pytest.mark.parametrize("wrong", [0, -3, 2.5, "always", True])

@@ -271,8 +271,8 @@ class Run:
     def caches(self, stack: ExitStack) -> list[Any] | None:
         """Return the session's caches in its models, with capacity for the run until the stack is left.
 
-        Returns None if it cannot run now: a long prompt has to be stored first, or the store holds other sessions that a run
-        does not know. The caches are valid until any session gets more capacity.
+        Returns None if it cannot run now, because a long prompt has to be stored first. The caches are valid until any
+        session gets more capacity.
         """
         more = min(self.session.remaining, SPAN) + (MOST_KEPT if self.spec.keeps_nodes else 0)
         needs = [self.session.parts.needs, *(LOGITS for _ in self.models[1:])]

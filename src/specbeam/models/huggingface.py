@@ -212,8 +212,8 @@ class HuggingFaceLM:
     def remember_prompts(self, chunk: int, most_bytes: int) -> None:
         """Turn on prefix caching: store prompts in chunks, and reuse the chunks for later prompts with equal beginnings.
 
-        New sessions no longer share rows of the store; a prompt copies chunks of earlier prompts. Prompts with
-        different `Session.namespace` share nothing. This applies to all users of this object, until `forget_prompts`.
+        New sessions no longer copy from each other; a prompt copies chunks of earlier prompts. Prompts with different
+        `Session.namespace` share nothing. This applies to all users of this object, until `forget_prompts`.
 
         Args:
             chunk: tokens of a chunk; equal beginnings are found at multiples of it.
@@ -398,8 +398,8 @@ class HuggingFaceLM:
         caches = [self._cache(session, need) for session, need in zip(sessions, checked, strict=True)]
         self._take_over_prefixes(caches)
         self._recall(caches)
-        long = [cache for cache in caches if cache.leader is None and self._is_long(cache, self.chunk)]
-        self._store_chunk(long[:most])
+        storing = dict.fromkeys(cache.leader or cache for cache in caches)
+        self._store_chunk([cache for cache in storing if self._is_long(cache, self.chunk)][:most])
         self._take_over_prefixes(caches)
         return [not self._is_long(cache.leader or cache, self.chunk) for cache in caches]
 
@@ -437,7 +437,7 @@ class HuggingFaceLM:
     def for_run(
         self, session: CacheOwner, fresh: int, beams: int, more: int, needs: Needs = LOGITS
     ) -> AbstractContextManager[Any] | None:
-        """See `RunLM.for_run`. Sessions that share a row of the store cannot run."""
+        """See `RunLM.for_run`."""
         if not self.supports_runs:
             return None
         if isinstance(self.runner, PackedPasses):
@@ -589,8 +589,14 @@ class HuggingFaceLM:
         cache = session.state.pop(self, None)
         if cache is None:
             return
-        self._take_over_prefixes(self._followers(cache))
-        self._replace_leader(self._followers(cache))
+        try:
+            self._take_over_prefixes(self._followers(cache))
+        finally:
+            self._replace_leader(self._followers(cache))
+            self._free_row(session, cache)
+
+    def _free_row(self, session: CacheOwner, cache: Any) -> None:
+        """Give the row of a closed session to the session of the last row of the store."""
         if is_broken(session) and cache.row < self.runner.store.caches:
             self.runner.store.clear_cache(cache.row)
         last = self.caches.pop()
@@ -652,41 +658,50 @@ class HuggingFaceLM:
         context, vectors = self._extras_of(session)
         best = None
         longest = self.share_from - 1
+        prompt = session.prompt
+        last = len(prompt) - 1
+        namespace = getattr(session, "namespace", "")
         for cache in self.caches:
-            if cache.leader is not None or cache.extra_inputs is not None:
+            if cache.leader is not None or cache.extra_inputs is not None or cache.namespace != namespace:
+                continue
+            if cache.prompt[: longest + 1] != prompt[: longest + 1]:
                 continue
             if cache.vectors is not vectors or not _are_same(cache.context, context):
                 continue
             if cache.needs.exit_layer is not needs.exit_layer:
                 continue
-            common = min(_common_prefix(session.prompt, cache.prompt), len(session.prompt) - 1, len(cache.prompt) - 1)
+            common = min(_common_prefix(prompt, cache.prompt), last, len(cache.prompt) - 1)
             if common > longest:
                 best = cache
                 longest = common
+            if longest == last:
+                break
         return best, longest if best is not None else 0
 
     def _take_over_prefixes(self, caches: list[Any]) -> None:
         """Give each cache its prefix from its leader if the leader has stored all of it."""
         for cache in caches:
             leader = cache.leader
-            if leader is not None and leader.trie.prompt_stored >= cache.common:
+            if leader is None or leader.trie.prompt_stored < cache.common:
+                continue
+            if leader.prompt_whole >= cache.common:
                 self._copy_beginning(leader, cache)
-                cache.leader = None
+            cache.leader = None  # without a copy it computes its prompt itself
 
     def _copy_beginning(self, leader: Any, cache: Any) -> None:
         """Copy the keys and values of the common tokens of two prompts, in pieces that need little memory."""
         slots = leader.trie.slots_of_beginning(cache.common)
-        for start in range(0, cache.common, self.chunk):
+        for start in range(cache.trie.prompt_stored, cache.common, self.chunk):
             piece = slots[start : start + self.chunk]
             self.runner.store.copy_slots(leader.row, piece, cache.row, self._slots_for(cache, len(piece)))
             cache.trie.forget_inner()
 
     def _slots_for(self, cache: Any, count: int) -> Integers:
         """Return slots, with room in the store, for the keys and values of the next `count` tokens of a prompt."""
-        feed = cache.trie.feed(count)
-        extent = -(-cache.trie.extent // BLOCK) * BLOCK
-        self.runner.store.reserve_row(cache.row, extent)
-        slots: Integers = feed.slots
+        trie = cache.trie
+        extent = trie.extent + count + BLOCK
+        self.runner.store.reserve_row(cache.row, extent // BLOCK * BLOCK)  # if this fails, nothing has changed
+        slots: Integers = trie.feed(count).slots
         return slots
 
     def _followers(self, leader: Any) -> list[Any]:
@@ -842,12 +857,15 @@ def _are_same(first: Any, second: Any) -> bool:
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    if first == second:
-        return len(first)
-    for place, (token, other) in enumerate(zip(first, second, strict=False)):
-        if token != other:
-            return place
-    return min(len(first), len(second))
+    low = 0  # they are equal below it; slices are compared, because long prompts are compared often
+    high = min(len(first), len(second)) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _needs_a_pass(cache: Any, forest: Forest) -> bool:

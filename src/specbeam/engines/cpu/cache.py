@@ -89,6 +89,13 @@ class CpuCache(RowMember):
         """The number of nodes that wait for the exit layer."""
         return int(self.early.counts[WAITING])
 
+    @property
+    def prompt_whole(self) -> int:
+        stored = self.trie.stored
+        partly = self.trie.positions[stored - self.unfinished : stored]
+        waiting = self.early.waiting.positions[: self.waiting]
+        return int(np.concatenate([partly, waiting]).min(initial=self.trie.prompt_stored))
+
     def make_room(self, fresh: int) -> None:
         """Make room for `fresh` new forest nodes, and for storing them and all pending nodes."""
         # Nodes before the first root may be listed with the nodes of the forest, see `take_back_drafts`.

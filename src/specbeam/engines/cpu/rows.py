@@ -54,7 +54,7 @@ class Look(NamedTuple):
     seen: Array  # bool[rows, slots]
     reach: Array  # int64[rows]: one past the last slot that each row attends to
     # int64[sessions, slots]: the slots that rows of a session attend to, by their positions, and one unseen slot up to a
-    # multiple of `STEP`; see `slot_order.slots_by_position`
+    # multiple of `STEP`; see `looks.looks_of`
     order: Array
     depth: Array  # int64[rows]: number of slots in `order` up to the last one that each row attends to, a multiple of `STEP`
     positions: Array  # int64[rows], see `LayerRows`

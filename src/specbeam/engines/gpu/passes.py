@@ -1,7 +1,6 @@
 """Passes on a GPU: one copy to the device, one captured graph, one copy back."""
 
 import copy
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -51,7 +50,7 @@ class GpuPasses:
     (`extend_gpu_cache`) if steps can launch the graphs.
 
     Args:
-        caches: the caches of the sessions in each row of the store.
+        caches: the caches of all sessions, by row of the store.
         capture: whether to capture graphs, which needs a GPU; otherwise the same kernels are launched one by one.
     """
 
@@ -350,12 +349,9 @@ class GpuPasses:
 
         Raises `IndexError`, before any slot is assigned, for tokens and positions that the model does not have.
         """
-        count_by_row = Counter[int]()
-        for cache, count, _ in parts:
-            count_by_row[cache.row] += count
         for cache, count, _ in parts:
             self._check_nodes(cache, count)
-            cache.trie.make_slots(count_by_row[cache.row])
+            cache.trie.make_slots(count)
         self.reserve([cache for cache, *_ in parts])
         most = sum(mask_bytes(self.limits, count, cache.trie.capacity) for cache, count, _ in parts)
         staging = self.staging
@@ -365,7 +361,6 @@ class GpuPasses:
             staging = Staging(self.device, shape.rows, shape.sessions, most)
         inputs = staging.filled
         for session, (cache, count, _) in enumerate(parts):
-            cache.trie.make_slots(count)  # other sessions in the same row of the store may have just taken slots
             source = self.source_of(cache)
             place = (session, row, byte)
             byte = write_inputs(cache.trie.arrays, count, cache.row, source, self.limits, inputs, place)

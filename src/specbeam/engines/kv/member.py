@@ -15,8 +15,6 @@ from specbeam.engines.kv.trie import KVTrie
 class RowMember:
     """A session's cache in a model, in one row of the store.
 
-    Sessions whose prompts begin with the same tokens may share a row, in which these tokens are stored once.
-
     Attributes:
         row: index of the row.
         leader: another cache that stores the beginning of this session's prompt; None if there is none, or once this
@@ -52,6 +50,11 @@ class RowMember:
         self.recalled: dict[Any, int] = {}
         self.beginning: Beginning | None = None
         self.source_row = -1
+
+    @property
+    def prompt_whole(self) -> int:
+        """The number of prompt tokens whose keys and values are stored in all layers."""
+        return self.trie.prompt_stored
 
     def follow_slots(self, source: Integers, goal: Integers) -> None:
         """Update slot numbers after tokens were moved between two turns. This class stores none."""

@@ -2,8 +2,7 @@
 
 This file holds the store of the compiled forward; that of other engines is a transformers cache (kv/torch_store.py).
 
-The dimension `caches` of a buffer is the rows of the store. A session's cache is in one row, which several sessions may
-share.
+The dimension `caches` of a buffer is the rows of the store. A session's cache is in one row.
 """
 
 from abc import ABC, abstractmethod
@@ -178,9 +177,19 @@ class PanelStore(RowStore):
         self.values_by_slot[layer, cache][:, slots, : self.size] = in_words(values, self.words)
 
     def take(self, cache: int, slots: Integers) -> list[Any]:
-        own = slice(0, self.model_layers)
-        by_panel = self.keys_by_panel[own, cache]
-        by_slot = self.values_by_slot[own, cache]
+        return self._taken(cache, slots, self.model_layers)
+
+    def put(self, cache: int, slots: Integers, taken: list[Any]) -> None:
+        self._write(cache, slots, taken, self.model_layers)
+
+    def copy_slots(self, source: int, slots: Integers, goal: int, goal_slots: Integers) -> None:
+        layers = len(self.keys_by_panel)
+        self._write(goal, goal_slots, self._taken(source, slots, layers), layers)
+
+    def _taken(self, cache: int, slots: Integers, layers: int) -> list[Any]:
+        """Return a copy of the keys and values in some slots of one row, in the first `layers` layers."""
+        by_panel = self.keys_by_panel[:layers, cache]
+        by_slot = self.values_by_slot[:layers, cache]
         if not _are_neighbours(slots):
             panels, columns = divmod(slots, self.columns)
             return [np.moveaxis(by_panel[:, :, panels, :, columns], 0, -1).copy(), by_slot[:, :, slots]]
@@ -189,10 +198,10 @@ class PanelStore(RowStore):
             keys[..., part] = by_panel[:, :, panel, :, span]
         return [keys, by_slot[:, :, slots[0] : slots[-1] + 1].copy()]
 
-    def put(self, cache: int, slots: Integers, taken: list[Any]) -> None:
-        own = slice(0, self.model_layers)
-        by_panel = self.keys_by_panel[own, cache]
-        by_slot = self.values_by_slot[own, cache]
+    def _write(self, cache: int, slots: Integers, taken: list[Any], layers: int) -> None:
+        """Write keys and values from `_taken` into slots of one row."""
+        by_panel = self.keys_by_panel[:layers, cache]
+        by_slot = self.values_by_slot[:layers, cache]
         keys, values = taken
         if not _are_neighbours(slots):
             panels, columns = divmod(slots, self.columns)
@@ -227,14 +236,6 @@ class PanelStore(RowStore):
     def clear_cache(self, cache: int) -> None:
         self.keys_by_panel[:, cache] = 0
         self.values_by_slot[:, cache] = 0
-
-    def copy_slots(self, source: int, slots: Integers, goal: int, goal_slots: Integers) -> None:
-        panels, columns = divmod(slots, self.columns)
-        to_panels, to_columns = divmod(goal_slots, self.columns)
-        self.keys_by_panel[:, goal][:, :, to_panels, :, to_columns] = self.keys_by_panel[:, source][
-            :, :, panels, :, columns
-        ]
-        self.values_by_slot[:, goal][:, :, goal_slots] = self.values_by_slot[:, source][:, :, slots]
 
 
 def _are_neighbours(slots: Integers) -> bool:

@@ -106,7 +106,7 @@ def _faults_of_comparisons(world: World, call: RandomCall, method: Method, answe
             options["num_return_sequences"] = 1
         expected = specbeam.generate(world.pair, call.prompts, plain, **options)
         given = answers if len(expected) == len(answers) else answers[::count]
-        why = differs_by_more_than_rounding(expected, given, exact=False)
+        why = differs_by_more_than_rounding(expected, given, world.same_alone)
         faults.append(why and f"without drafts: {why}")
     return [fault for fault in faults if fault]
 

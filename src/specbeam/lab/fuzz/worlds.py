@@ -54,7 +54,8 @@ class World:
         texts: whether there is a tokenizer, which stop strings and streamed text need.
         forms: whether calls may have constraints (regex, JSON schema, grammar).
         is_plain: whether the target's logits equal its model object's, so that scores can be recomputed.
-        same_alone: whether a text is bit-identical in a batch and alone, as in the compiled forward.
+        same_alone: whether a text is bit-identical in a batch and alone, with drafts and without, as in the compiled
+            forward.
     """
 
     pair: Pair
