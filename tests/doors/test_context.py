@@ -1,5 +1,7 @@
 """What a model needs besides tokens: the states of an encoder, rows given by embedding."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -75,17 +77,16 @@ def test_drafts_of_a_model_that_sees_no_image_change_nothing(captions):
     assert texts[0] == texts[1]
 
 
-def test_samples_of_one_image_share_their_prompt_and_those_of_another_do_not(captions):
+def test_samples_of_one_image_share_their_prompt_and_those_of_another_do_not(captions, monkeypatch):
     pictures, prompt = [image(1), image(2)], [(7 * place) % 60 for place in range(80)]
     sessions = [session_of(captions, prompt, sb.sampling(), pictures[number // 2]) for number in range(4)]
     alone = [session_of(captions, prompt, sb.sampling(), pictures[number // 2]) for number in range(4)]
-    decoder = Decoder(captions.target)
-    for session in sessions:
-        decoder.add(session)
-    decoder.step()
-    assert len(captions.target.caches) == 2
-    while decoder.busy:
-        decoder.step()
+    copy = Mock(side_effect=captions.target._copy_beginning)
+    monkeypatch.setattr(captions.target, "_copy_beginning", copy)
+    list(decode(captions.target, sessions))
+    assert copy.call_count == 2
+    for (leader, cache), _ in copy.call_args_list:
+        assert all(leader.context[name] is value for name, value in cache.context.items())
     for session, one in zip(sessions, alone, strict=True):
         list(decode(captions.target, [one]))
         assert session.settled == one.settled

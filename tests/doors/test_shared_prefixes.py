@@ -122,7 +122,6 @@ def test_who_comes_later_takes_over_what_is_stored(engine):
     decoder.step()
     assert pair.target.passes - before[0] == 1
     assert second.length > 0
-    assert len(pair.target.caches) == len(pair.draft.caches) == 2
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -134,7 +133,6 @@ def test_who_waits_for_a_session_that_is_cancelled_goes_on_alone(engine):
     for session in sessions:
         decoder.add(session)
     decoder.step()  # a chunk of the first is stored, the others wait for it
-    assert len(pair.target.caches) == 3
     decoder.cancel(sessions[0])
     while decoder.busy:
         decoder.step()
@@ -161,13 +159,13 @@ def test_compiled_runs_take_turns_of_sessions_that_have_copied_a_beginning():
     assert [one.settled for one in sessions] == [one.settled for one in expected]
 
 
-def test_who_needs_the_rows_of_its_prompt_computes_them_itself():
+def test_who_needs_the_rows_of_its_prompt_computes_them_itself(monkeypatch):
     lm = pair_of("compiled").target
+    monkeypatch.setattr(lm, "_copy_beginning", None)
     seats = [seat(SYSTEM) for _ in range(2)]
     needs = [Needs(logits=True), Needs(logits=True, prompt=True)]
     found = lm.extend(seats, [Forest.rooted(SYSTEM[-1:])] * 2, needs)
     assert len(found[1].prompt) == len(SYSTEM) - 1
-    assert len(lm.caches) == 2
 
 
 @pytest.mark.parametrize("share_from", [8, None])
