@@ -38,11 +38,18 @@ def test_products_of_four_bytes_and_of_two_halves(names, of_bytes, of_bfloat16):
         ("neoverse-n1", {"dotprod"}),
         ("apple-m1", {"dotprod"}),
         ("neoverse-n2", {"dotprod", "i8mm", "bf16"}),
+        ("haswell", {"avx2"}),
+        ("alderlake", {"avx2", "avx512vnni", "avxvnni"}),  # the instruction of both, and registers of one
+        ("knl", {"avx512f", "avx2"}),
+        ("skylake-avx512", {"avx512f", "avx512bw", "avx2"}),
+        ("znver4", {"avx512f", "avx512bw", "avx512vnni", "avx2"}),
     ],
 )
-def test_assembly_tells_what_a_processor_of_arm_has(name, found):
+def test_assembly_tells_what_a_processor_has(name, found):
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
-    machine = binding.Target.from_triple("aarch64-unknown-linux-gnu").create_target_machine(cpu=name)
+    is_arm = name.startswith(("cortex", "neoverse", "apple"))
+    triple = "aarch64-unknown-linux-gnu" if is_arm else "x86_64-unknown-linux-gnu"
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu=name)
     assembly = machine.emit_assembly(binding.parse_assembly(processor._SAMPLES))
     assert {feature for sign, feature in processor._SIGNS.items() if sign in assembly} == found

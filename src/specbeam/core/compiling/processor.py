@@ -12,7 +12,16 @@ from numba.core.codegen import get_host_cpu_features
 
 # What the assembly of `_SAMPLES` contains on processors with a feature: the name of their widest registers, or of an
 # instruction of ARM's.
-_SIGNS = {"zmm": "avx512f", "ymm": "avx2", "\tsdot\t": "dotprod", "\tusdot\t": "i8mm", "\tbfcvtn\t": "bf16"}
+_SIGNS = {
+    "zmm": "avx512f",
+    "vpaddw\t%zmm": "avx512bw",
+    "vpdpbusd": "avx512vnni",
+    "{vex}\tvpdpbusd": "avxvnni",
+    "ymm": "avx2",
+    "\tsdot\t": "dotprod",
+    "\tusdot\t": "i8mm",
+    "\tbfcvtn\t": "bf16",
+}
 
 _PRODUCTS = """
 define i32 @{extension}(<16 x i8> %a, <16 x i8> %b) {{
@@ -29,12 +38,16 @@ define <16 x i32> @sum(<16 x i32> %a, <16 x i32> %b) {
   %c = add <16 x i32> %a, %b
   ret <16 x i32> %c
 }
+define <32 x i16> @sum_of_halves(<32 x i16> %a, <32 x i16> %b) {
+  %c = add <32 x i16> %a, %b
+  ret <32 x i16> %c
+}
 define <4 x bfloat> @rounded(<4 x float> %a) {
   %b = fptrunc <4 x float> %a to <4 x bfloat>
   ret <4 x bfloat> %b
 }
 """
-# A sum of integers, rounding to bfloat16, and products of signed bytes with signed and with unsigned ones.
+# Sums of integers of 32 and 16 bits, rounding to bfloat16, and products of signed bytes with signed and with unsigned ones.
 _SAMPLES = _SUM_AND_ROUNDING + _PRODUCTS.format(extension="sext") + _PRODUCTS.format(extension="zext")
 
 
