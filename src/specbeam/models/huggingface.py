@@ -788,10 +788,7 @@ class HuggingFaceLM:
         known = self.known_prompts
         if known is None or start % known.chunk or not _may_recall(cache):
             return
-        trie = cache.trie
-        slots = np.flatnonzero(trie.seen[-1])
-        slots = slots[trie.slot_position[slots] >= start]
-        slots = slots[trie.slot_position[slots].argsort()]
+        slots = cache.trie.slots_of_beginning(start + known.chunk)[start:]
         known.keep(self._beginning(cache), start, self.runner.store.take(cache.row, slots))
 
     def _beginning(self, cache: Any) -> Beginning:

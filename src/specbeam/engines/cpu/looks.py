@@ -108,7 +108,7 @@ def _write_order(seen: Array, places: Array, latest: int, order: Array, depth: A
 def _sort_slots(slots: Array, places: Array, latest: int) -> None:
     """Sort slots, int64[n], by their positions; slots of the same position keep their order.
 
-    Slots after the position `latest`, which are those of a learned prefix, come last.
+    The slots of a learned prefix, whose position is beyond `latest`, come last.
     """
     positions = np.minimum(places[slots], latest + 1)
     lowest = positions.min()
