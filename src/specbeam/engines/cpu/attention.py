@@ -94,8 +94,10 @@ def _gather_queries(
     for query in range(start, stop):
         row = first + query // group
         head = kv * group + query % group
+        own = q[row, head * size : (head + 1) * size]
+        scaled = out[query - start]
         for place in range(size):
-            out[query - start, place] = q[row, head * size + place] * scale
+            scaled[place] = own[place] * scale
 
 
 @compiled_without_counts
@@ -197,7 +199,11 @@ def _do_task(room: TaskRoom, work: AttentionWork, session: int, kv: int, start: 
     scores = room.scores
     mixed = room.mixed
     most = scores.shape[1]
+    flat_keys = keys.reshape(-1)
+    flat_values = values.reshape(-1)
+    flat_queries = scaled.reshape(-1)
     flat_scores = scores.reshape(-1)
+    flat_mixed = mixed.reshape(-1)
     head_at = cache * kv_heads + kv
     count = stop - start
     extent = _extent_of(first, start, stop, group, look.reach)
@@ -205,7 +211,7 @@ def _do_task(room: TaskRoom, work: AttentionWork, session: int, kv: int, start: 
     for panel in range(extent // WIDTH):
         start_of_panel = (head_at * panels + panel) * size * WIDTH
         places = PanelPlaces(start_of_panel, WIDTH, 0, size, panel * WIDTH, most, size, 0, 0)
-        write_row_sums(count, keys.reshape(-1), scaled.reshape(-1), flat_scores, places)
+        write_row_sums(count, flat_keys, flat_queries, flat_scores, places)
     if biases.shape[1] > 0:
         for query in range(count):
             row = first + (start + query) // group
@@ -227,7 +233,7 @@ def _do_task(room: TaskRoom, work: AttentionWork, session: int, kv: int, start: 
     for panel in range(width // WIDTH):
         column = panel * WIDTH
         places = PanelPlaces(head_at * height * width + column, width, 0, most, column, width, depth, 0, 0)
-        write_ordered_sums(count, values.reshape(-1), flat_scores, mixed.reshape(-1), places, order)
+        write_ordered_sums(count, flat_values, flat_scores, flat_mixed, places, order)
     for query in range(count):
         row = first + (start + query) // group
         head = kv * group + (start + query) % group

@@ -185,12 +185,13 @@ def _store_kept(kept: Array, heads: int, sessions: Array, slots: Array, keys: Ar
         for kv in range(kv_heads):
             k = (heads + kv) * size
             v = (heads + kv_heads + kv) * size
-            panels = keys[cache, kv]
-            for place in range(size):  # neighbouring slots share a cache line
-                for row in range(first, last):
-                    panels[slots[row] // WIDTH, place, slots[row] % WIDTH] = kept[row, k + place]
+            panels = keys[cache, kv].reshape(-1)
             for row in range(first, last):
-                copy_numbers(values[cache, kv, slots[row]], kept[row, v : v + size])
+                slot = slots[row]
+                at = slot // WIDTH * size * WIDTH + slot % WIDTH
+                for place in range(size):
+                    panels[at + place * WIDTH] = kept[row, k + place]
+                copy_numbers(values[cache, kv, slot], kept[row, v : v + size])
 
 
 class LayerRoom(NamedTuple):
