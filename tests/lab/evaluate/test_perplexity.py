@@ -8,6 +8,7 @@ import torch
 from scipy.stats import binomtest
 
 import specbeam as sb
+import specbeam.lab.evaluate.perplexity as perplexity_module
 from specbeam.errors import BadPrompt, NotSupported
 from specbeam.lab.evaluate.intervals import edge_interval, ratio_interval, share_interval
 from specbeam.lab.evaluate.perplexity import PromptScorer, log_likelihoods, perplexity, summary
@@ -99,6 +100,25 @@ def test_many_passes_give_what_one_gives(monkeypatch):
     together = log_likelihoods(pair, prompts, outputs)
     monkeypatch.setattr("specbeam.lab.evaluate.perplexity.LOGITS_PER_PASS", 61 * 12)
     assert log_likelihoods(pair, prompts, outputs) == pytest.approx(together, abs=1e-4)
+
+
+def test_equal_texts_are_scored_once(monkeypatch):
+    pair = words.pair()
+    scored = []
+    score = perplexity_module.score_tokens
+
+    def counted(texts, *arguments):
+        scored.extend(texts)
+        return score(texts, *arguments)
+
+    monkeypatch.setattr(perplexity_module, "score_tokens", counted)
+    known = {}
+    first = log_likelihoods(pair, [[5, 6], [5], [5, 6]], [[7], [6, 7], [7]], known=known)
+    assert sorted(scored) == [[5, 6, 7], [5, 6, 7]]  # the same tokens, of which other ones are the prompt
+    assert first[0] == first[2] != first[1]
+    again = log_likelihoods(pair, [[5], [5, 6]], [[6, 7], [8]], known=known)
+    assert scored[2:] == [[5, 6, 8]]
+    assert again[0] == first[1]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from specbeam import (
 )
 from specbeam.lab.bench.method_figures import SAMPLING, SPECULATIVE, MethodLine, MethodRun, Task, line_of
 from specbeam.lab.bench.speed import rotated
-from specbeam.lab.evaluate.perplexity import log_likelihoods
+from specbeam.lab.evaluate.perplexity import Known, log_likelihoods
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,11 @@ def measure(
         _round(pair, methods, task.rows[place][0], place, seed, max_new_tokens, runs)
         if on_progress is not None:
             on_progress()
+    known: Known = {}
     for run in runs.values():
         prompts = [answer.prompt for answer in run.answers]
         outputs = [answer.tokens for answer in run.answers]
-        run.logp = log_likelihoods(pair, prompts, outputs)
+        run.logp = log_likelihoods(pair, prompts, outputs, known=known)
     return [line_of(task, name, methods[name].method, run, runs) for name, run in runs.items()]
 
 

@@ -19,7 +19,7 @@ from specbeam import Pair
 from specbeam.core import RowCounts, resident_memory
 from specbeam.doors import EnergyMeter, Prompt, PromptRow
 from specbeam.lab.bench.outcome import Contender, Outcome
-from specbeam.lab.evaluate.perplexity import exp, log_likelihoods
+from specbeam.lab.evaluate.perplexity import Known, exp, log_likelihoods
 from specbeam.lab.evaluate.task import bleu, exact_match
 
 T = TypeVar("T")
@@ -169,8 +169,9 @@ def speed(
     for measured, memory_mb in zip(measurements, memory, strict=True):
         measured.memory_mb = memory_mb
     reference = measurements[0]
+    known: Known = {}
     return [
-        _line(pair, contender.name, measured, reference, rows, batch_size)
+        _line(pair, contender.name, measured, reference, rows, batch_size, known)
         for contender, measured in zip(contenders, measurements, strict=True)
     ]
 
@@ -234,8 +235,13 @@ def _line(
     reference: Measurements,
     rows: Sequence[PromptRow],
     batch_size: int,
+    known: Known,
 ) -> SpeedLine:
-    """Compute the figures of a contender; ratios are to `reference`, the measurements of the first contender."""
+    """Compute the figures of a contender; ratios are to `reference`, the measurements of the first contender.
+
+    Args:
+        known: see `log_likelihoods`.
+    """
     rates = np.array(measured.rates)
     reference_rates = np.array(reference.rates)
     answers = [tokens for outcome in measured.outcomes for tokens in outcome.tokens]
@@ -250,7 +256,7 @@ def _line(
     prompts: list[list[int]] = []
     if tokenizer is not None:
         prompts = [list(tokenizer(rows[place].prompt)["input_ids"]) for place in measured.prompts]
-    logp_per_token = sum(log_likelihoods(pair, prompts, answers)) / total
+    logp_per_token = sum(log_likelihoods(pair, prompts, answers, known=known)) / total
     return SpeedLine(
         name=name,
         batch_size=batch_size,

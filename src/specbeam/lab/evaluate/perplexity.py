@@ -25,6 +25,7 @@ REPEAT = 4  # number of tokens that make a repetition
 MOST_NATS = math.log(sys.float_info.max)  # the largest argument of exp
 
 Tokens = list[int]
+Known = dict[tuple[tuple[int, ...], tuple[int, ...]], float]  # log p of outputs, by prompt and output
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,18 @@ def _repeats(tokens: Tokens) -> list[bool]:
 
 
 def log_likelihoods(
-    pair: Pair, prompts: Sequence[Tokens], outputs: Sequence[Tokens], places: Sequence[str] = ()
+    pair: Pair,
+    prompts: Sequence[Tokens],
+    outputs: Sequence[Tokens],
+    places: Sequence[str] = (),
+    known: Known | None = None,
 ) -> list[float]:
     """Return log p of each output after its prompt, in nats, summed in float64. Outputs of similar length share a pass.
 
-    Arguments and errors are those of `perplexity`.
+    Other arguments, and errors, are those of `perplexity`.
+
+    Args:
+        known: the outputs that are scored already, to which these are added: methods often write the same text.
     """
     begins = prompts
     sources: Sequence[Tokens] | None = None
@@ -160,33 +168,41 @@ def log_likelihoods(
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         place = f"{places[number]}: " if places else ""
         _check(pair, prompt, output, len(begins[number]), number, place)
-    totals = [0.0] * len(outputs)
-    texts = [[*begin, *output] for begin, output in zip(begins, outputs, strict=True)]
+    known = {} if known is None else known
+    keys = [(tuple(prompt), tuple(output)) for prompt, output in zip(prompts, outputs, strict=True)]
+    numbers = {key: number for number, key in enumerate(keys) if key not in known}
+    wanted = [*numbers.values()]
+    texts = [[*begins[number], *outputs[number]] for number in wanted]
     for batch in batches_of([len(text) for text in texts], LOGITS_PER_PASS // pair.target.vocab):
-        read = None if sources is None else [sources[number] for number in batch]
-        scored = score_tokens([texts[number] for number in batch], pair, read)
-        for number, (logp, _) in zip(batch, scored, strict=True):
+        read = None if sources is None else [sources[wanted[which]] for which in batch]
+        scored = score_tokens([texts[which] for which in batch], pair, read)
+        for which, (logp, _) in zip(batch, scored, strict=True):
+            number = wanted[which]
             start = len(begins[number]) - 1
             length = len(outputs[number])
-            totals[number] = float(logp[start : start + length].sum())
-    return totals
+            known[keys[number]] = float(logp[start : start + length].sum())
+    return [known[key] for key in keys]
 
 
 class PromptScorer:
     """A scorer of single outputs under a decoder-only target.
 
-    It reads a prompt once for all outputs that follow it without another prompt between them.
+    It reads a prompt once for all outputs that follow it without another prompt between them, and scores equal ones once.
     """
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self._prompt: Tokens = []
         self._states = DynamicCache()
+        self._known: Known = {}
 
     @torch.inference_mode()
     def log_likelihood(self, prompt: Tokens, output: Tokens) -> float:
         """Return log p of an output after its prompt, in nats. Raises the errors of `perplexity`."""
         _check(self.pair, prompt, output, len(prompt), 0, "")
+        key = (tuple(prompt), tuple(output))
+        if key in self._known:
+            return self._known[key]
         before = prompt[:-1]
         if prompt != self._prompt:
             self._prompt = []
@@ -197,7 +213,8 @@ class PromptScorer:
         logits = self._logits_after([prompt[-1], *output[:-1]])
         self._states.crop(-len(output))  # the number of tokens to remove
         chosen, _ = _chosen(logits, torch.tensor(output, device=logits.device))
-        return float(chosen.sum())
+        self._known[key] = float(chosen.sum())
+        return self._known[key]
 
     def _logits_after(self, tokens: Tokens) -> torch.Tensor:
         """Return the logits of the rows of tokens, float32[tokens, vocab], and keep their keys and values."""
