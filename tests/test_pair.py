@@ -174,7 +174,7 @@ def another_tokenizer():
         (lambda: sb.hmt("bundled", memry=3), r"hmt\(\) has no option memry \(did you mean memory\?\)"),
         (
             lambda: inspect.unwrap(sb.Method.with_parts)(sb.dsbd(4), "prompt_lookup"),
-            "must be a part; names are for sb.speculative_beam_search",
+            "must be a part; names are for sb.dsbd and sb.speculative_beam_search",
         ),
         (lambda: sb.dsbd(4).with_parts(drafer=3), r"with_parts\(\) has no part drafer \(did you mean drafter\?\)"),
         (

@@ -1,5 +1,6 @@
 """DSBD (arXiv 2409.16560) end to end on tables: the law of whole trajectories by enumeration."""
 
+import inspect
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -20,7 +21,9 @@ from specbeam.core.laws.ranking import Truncation
 from specbeam.core.laws.warp import Warp
 from specbeam.core.session import Parts
 from specbeam.core.verify.beams import BeamRule
+from specbeam.errors import BadSetting
 from specbeam.models.table import TableLM
+from tests.support import words
 from tests.support.exact import beam_sampling_law, distance, exact_law
 from tests.support.programs import outcome_of, random_table, run, session_of, texts
 from tests.support.quick import first_quick
@@ -47,6 +50,28 @@ def test_fixed_width_has_the_law_of_beam_sampling(depth, draft_beams, steps, voc
     found = exact_law(outcome_of(method, target, draft, steps, eos, replacement))
     expected = beam_sampling_law(target, 2, steps, replacement, eos)
     assert distance(found, expected) < CLOSE
+
+
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix_match", "token_recycling"])
+@pytest.mark.parametrize("options", [{"width": "fixed"}, {"width": "auto"}, {"semantics": "hf"}])
+def test_drafts_without_a_model_leave_beams_as_they_are(drafter, options):
+    pair = words.pair(draft_seed=None)
+    prompts = ["abcabcabc", "Hello Hello Hel"]
+    wanted = {"seed": 5, "max_new_tokens": 20, "top_k": 6}
+    plain = sb.generate(pair, prompts, sb.beam_sampling(3, **options), **wanted)
+    drafted = sb.generate(pair, prompts, sb.dsbd(3, depth=3, drafter=drafter, **options), **wanted)
+    assert [one.beams for one in drafted] == [one.beams for one in plain]
+    assert sum(one.report.rows.scored for one in drafted) > sum(one.report.rows.scored for one in plain)
+
+
+def test_drafts_without_a_model_need_beams_that_do_not_depend_on_them():
+    for options in ({"width": "dynamic"}, {"coupling": "rejection"}, {"collapse": True}):
+        with pytest.raises(
+            BadSetting, match="drafter is 'prompt_lookup', which needs beams that do not depend on drafts"
+        ):
+            sb.dsbd(3, drafter="prompt_lookup", **options)
+    with pytest.raises(BadSetting, match="drafter is 'promt_lookup'; it must be one of model, prompt_lookup"):
+        inspect.unwrap(sb.dsbd)(3, drafter="promt_lookup")
 
 
 @pytest.mark.parametrize("replacement", [True, False])

@@ -14,7 +14,7 @@ from specbeam.core.verify.beams import BeamRule
 from specbeam.core.verify.search import SearchRule
 from specbeam.recipes.depth import Depth, check_depth, depth_by_sizes, depth_control
 from specbeam.recipes.method import Build, Method, recipe, refuse_ignored, require_at_least_one, require_probability
-from specbeam.recipes.search import build_of_search, checked_draft_beams
+from specbeam.recipes.search import DrafterName, build_of_search, checked_draft_beams
 
 Coupling = Literal["noise", "rejection"]
 Semantics = Literal["paper", "hf"]
@@ -140,7 +140,7 @@ def dsbd(
     semantics: Semantics = "paper",
     mass: float | None = None,
     *,
-    drafter: Drafter | None = None,
+    drafter: "DrafterName | Drafter" = "model",
     rule: Rule | None = None,
     controller: Controller | None = None,
 ) -> Method:
@@ -186,11 +186,16 @@ def dsbd(
         semantics: "paper"; or "hf": the law of transformers' own beam sampling, which needs width="fixed" and
             coupling="noise".
         mass: for width="auto": a probability; a larger one makes layers wider. None: 0.9.
-        drafter, rule, controller: your own parts in place of the recipe's (`Method.with_parts`).
+        drafter: "model": drafts beams with the draft model. Other names, as in `speculative_beam_search`, need no draft
+            model, and need beams that do not depend on drafts. Or your own part (`Method.with_parts`).
+        rule, controller: your own parts in place of the recipe's (`Method.with_parts`).
     """
     require_at_least_one(beams=beams, min_beams=1 if min_beams is None else min_beams)
     given_draft_beams = draft_beams
-    draft_beams = checked_draft_beams(beams, draft_beams)
+    named = drafter if isinstance(drafter, str) else "model"
+    own_drafter = None if isinstance(drafter, str) else drafter
+    one_of("drafter", named, get_args(DrafterName))
+    draft_beams = checked_draft_beams(beams, draft_beams, named)
     by_sizes = depth is None and (width == "dynamic" or coupling == "rejection") and not collapse
     given_depth = depth
     if depth is None:
@@ -199,13 +204,18 @@ def dsbd(
     one_of("width", width, get_args(WidthBy))
     policy = _width(width, beams, min_beams, threshold, mass)
     _check_coupling(coupling, replacement)
+    if named != "model" and (coupling != "noise" or collapse or not ignores_drafts(policy)):
+        raise BadSetting(
+            f"drafter is {named!r}, which needs beams that do not depend on drafts: width='fixed' or 'auto' and "
+            "coupling='noise', without collapse"
+        )
     hf = _is_hf(semantics, replacement)
     if hf and (width != "fixed" or coupling != "noise" or collapse or trace):
         raise BadSetting("semantics='hf' needs width='fixed' and coupling='noise', without collapse and trace")
     if hf and beams > 1:
-        build_hf = build_of_search(beams, draft_beams, depth, "model", HF_LAW)
-        method = Method("dsbd", HF_LAW, beams, build_hf, needs_draft=True, search=True)
-        return method.with_parts(drafter, rule, controller)
+        build_hf = build_of_search(beams, draft_beams, depth, named, HF_LAW)
+        method = Method("dsbd", HF_LAW, beams, build_hf, needs_draft=named == "model", search=True)
+        return method.with_parts(own_drafter, rule, controller)
     law = _law_of_draws(policy, replacement)
     if hf:
         law = HF_LAW
@@ -213,7 +223,7 @@ def dsbd(
         law = "approximate: beam sampling that collapses to one beam whenever a turn ends"
     judge = BeamRule(policy, coupling, replacement, collapse, trace)
 
-    def build(target: LM | None, draft: LM | None) -> Parts:
+    def build_with_model(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
         drafter_of = partial(
             BeamDrafter,
@@ -230,29 +240,23 @@ def dsbd(
             control = depth_control(depth, beams, draft_beams, target, draft, drafter_of, judge, may_widen)
         return Parts(drafter_of(draft), judge, control, law)
 
+    build: Build = build_with_model
+    if named != "model":
+        build = build_of_search(beams, draft_beams, depth, named, law, judge)
     if isinstance(policy, FixedWidth):
-        return Method("dsbd", law, beams, build, needs_draft=True).with_parts(drafter, rule, controller)
+        method = Method("dsbd", law, beams, build, needs_draft=named == "model")
+        return method.with_parts(own_drafter, rule, controller)
     own_least = policy.least
 
     def keeping(least: int) -> Method:
         wider = max(own_least, least)
         return dsbd(
-            beams,
-            given_draft_beams,
-            given_depth,
-            width,
-            threshold,
-            wider,
-            coupling,
-            replacement,
-            collapse,
-            trace,
-            semantics,
-            mass,
-        )
+            beams, given_draft_beams, given_depth, width, threshold, wider, coupling, replacement, collapse, trace,
+            semantics, mass, drafter=named,
+        )  # fmt: skip
 
-    method = Method("dsbd", law, beams, build, needs_draft=True, fills_beams=False, keeping=keeping)
-    return method.with_parts(drafter, rule, controller)
+    method = Method("dsbd", law, beams, build, needs_draft=named == "model", fills_beams=False, keeping=keeping)
+    return method.with_parts(own_drafter, rule, controller)
 
 
 def _width(

@@ -122,7 +122,7 @@ class Method:
         new_parts = {"drafter": (drafter, Drafter), "rule": (rule, Rule), "controller": (controller, Controller)}
         for name, (part, kind) in new_parts.items():
             if part is not None and not is_part(part, kind):
-                of_search = "; names are for sb.speculative_beam_search" if isinstance(part, str) else ""
+                of_search = "; names are for sb.dsbd and sb.speculative_beam_search" if isinstance(part, str) else ""
                 raise BadSetting(f"{name} is {part!r}; it must be a part{of_search} (docs/write_a_method.md)")
         if rule is not None:
             self._check_beams(rule)

@@ -168,9 +168,9 @@ def clock(monkeypatch):
         clock.prompts.append(prompt)
         return real_generate(pair, prompt, *rest, **options)
 
-    def slow_score(*arguments):
+    def slow_score(*arguments, **options):
         clock.now += 1000
-        return real_score(*arguments)
+        return real_score(*arguments, **options)
 
     monkeypatch.setattr(timed, "time", clock)
     monkeypatch.setattr(timed, "generate", slow_generate)
