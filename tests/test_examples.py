@@ -71,3 +71,17 @@ def test_each_word_of_a_held_out_book_is_scored_once_behind_what_its_window_hold
             logits = model(input_ids=tokens[:, start:place]).logits[:, -1]
         expected = -logits.log_softmax(-1)[torch.arange(2), tokens[:, place]]
         assert found[:, place - 1].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_sums_know_which_lines_are_right(monkeypatch):
+    found = loaded("search/sums.py", monkeypatch)
+    asked = found["ASKED"] + "10 + 5 + 12<|im_end|>\n<|im_start|>assistant\n"
+    shown = found["ASKED"] + "1 + 2\n1 + 2 = 4\n"  # an earlier problem of the prompt does not count
+    right = "10 + 5 = 15\n15 + 12 = 27\nAnswer: 27"
+    assert found["value"](shown + asked) == 1
+    assert found["value"](shown + asked + "10 + 5 = 15\n") == 1
+    assert found["value"](shown + asked + "10 + 5 = 6\n") == 0
+    assert found["value"](shown + asked + right + "\nAnswer: 27") == 0
+    assert not found["is_solved"](asked + "10 + 5 = 15\n15 + 12 = 27")
+    assert not found["is_solved"](asked + "Answer: 27")
+    assert found["is_solved"](shown + asked + right)

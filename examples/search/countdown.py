@@ -12,6 +12,8 @@ import random
 import re
 from dataclasses import dataclass
 
+from task import Task
+
 MOST = 99  # the largest number that a step may make
 STEP = re.compile(r"(\d+)([-+*])(\d+)=(\d+) left ([\d ]+)")
 HEAD = re.compile(r"numbers ([\d ]+) to (\d+):")
@@ -105,3 +107,6 @@ def is_solved(text: str) -> bool:
     last = text.strip().split("\n")[-1]
     step = STEP.fullmatch(last)
     return step is not None and " " not in step[5] and value(text) == 1.0
+
+
+TASK = Task(lambda rng, _: play(rng)[0].prompt, value, is_solved, step_tokens=24, max_new_tokens=48, temperature=1.0)

@@ -1,10 +1,11 @@
-"""Compare LiteSearch with other searches and with the best of n texts: games solved against tokens drawn.
+"""Compare LiteSearch with other searches and with the best of n texts: problems solved against tokens drawn.
 
 python train.py   --out MODEL
 python measure.py --model MODEL --plot litesearch.png
+python measure.py --model CHAT_MODEL --task sums
 
-Every search is led by the exact value, whether the target of the game can still be reached; or, with --value, by a learnt
-one of train_value.py.
+Every search is led by the exact value of the task: whether the target of the game can still be reached, or the sums so far
+are right; or, with --value, by a learnt one of train_value.py.
 """
 
 import json
@@ -13,32 +14,26 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
-from countdown import is_solved, play, value
+from task import Task, models_in, task_of
 
 import specbeam as sb
 from specbeam.apps.search.baselines import best_of, step_beams, tree_search
 from specbeam.apps.search.value import Value, classifier_value
 from specbeam.lab.evaluate.intervals import ratio_interval
 
-OPTIONS: dict[str, Any] = {"max_new_tokens": 48, "temperature": 1.0}
 Search = Callable[..., list[sb.SearchResult]]
 
 
-def values(texts: list[str]) -> list[float]:
-    """Return the value of each text."""
-    return [value(text) for text in texts]
-
-
-def contenders() -> dict[str, dict[str, Search]]:
+def contenders(task: Task, method: str) -> dict[str, dict[str, Search]]:
     """Return the searches, by family and setting."""
-    lite = partial(sb.lite_search, budget=2000, children=30, step_tokens=24, method="speculative_sampling")
-    beams = partial(step_beams, step_tokens=24, method="speculative_sampling")
-    best = partial(best_of, method="speculative_sampling")
-    tree = partial(tree_search, step_tokens=24, method="speculative_sampling")
+    lite = partial(sb.lite_search, budget=2000, children=30, step_tokens=task.step_tokens, method=method)
+    beams = partial(step_beams, step_tokens=task.step_tokens, method=method)
+    best = partial(best_of, method=method)
+    tree = partial(tree_search, step_tokens=task.step_tokens, method=method)
     confidences = (0.5, 0.8, 0.9, 0.97, 0.999, 0.99999)
     return {
         "LiteSearch, step by step": {f"{c:g}": partial(lite, confidence=c) for c in confidences},
@@ -59,25 +54,26 @@ def contenders() -> dict[str, dict[str, Search]]:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one search has cost and reached, with 95 % intervals by bootstrap over games."""
+    """What one search has cost and reached, with 95 % intervals by bootstrap over problems."""
 
     family: str
     setting: str
     solved: float
     low: float
     high: float
-    tokens: float  # per game
+    tokens: float  # per problem
     tokens_low: float
     tokens_high: float
-    passes: float  # of the target, per game
+    passes: float  # of the target, per problem
 
 
 def cell(
-    pair: sb.Pair, prompts: list[str], value_of: Value, family: str, setting: str, search: Search, seed: int
+    pair: sb.Pair, prompts: list[str], task: Task, value_of: Value, family: str, setting: str, search: Search, seed: int
 ) -> Cell:
-    """Run one search on all games."""
-    results = search(pair, prompts, value_of, seed=seed, **OPTIONS)
-    solved = np.array([is_solved(result.prompt_text + result.text) for result in results], dtype=float)
+    """Run one search on all problems."""
+    options = {"max_new_tokens": task.max_new_tokens, "temperature": task.temperature}
+    results = search(pair, prompts, value_of, seed=seed, **options)
+    solved = np.array([task.is_solved(result.prompt_text + result.text) for result in results], dtype=float)
     tokens = np.array([result.spent for result in results], dtype=float)
     passes = np.array([result.target_passes for result in results], dtype=float)
     ones = np.ones(len(results))
@@ -103,8 +99,8 @@ def plot(cells: list[Cell], path: Path) -> None:
         bars = np.array([[one.solved - one.low for one in row], [one.high - one.solved for one in row]])
         axes.errorbar(x, y, yerr=np.maximum(bars, 0), marker="o", capsize=2, lw=1.3, label=family)
     axes.set_xscale("log")
-    axes.set_xlabel("tokens drawn per game")
-    axes.set_ylabel("share of games solved")
+    axes.set_xlabel("tokens drawn per problem")
+    axes.set_ylabel("share of problems solved")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)
     figure.tight_layout()
@@ -112,23 +108,35 @@ def plot(cells: list[Cell], path: Path) -> None:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Folder that train.py has written.")],
-    games: Annotated[int, typer.Option(help="Number of games.")] = 120,
-    seed: Annotated[int, typer.Option(help="Seed of games and searches; training has used 0.")] = 1,
+    model: Annotated[Path, typer.Option(help="Folder that train.py has written, or of any model.")],
+    task_name: Annotated[str, typer.Option("--task", help="countdown, or sums for chat models.")] = "countdown",
+    games: Annotated[int, typer.Option(help="Number of problems.")] = 120,
+    seed: Annotated[int, typer.Option(help="Seed of problems and searches; training has used 0.")] = 1,
     learnt: Annotated[
         Path | None, typer.Option("--value", help="Folder that train_value.py has written; by default the exact value.")
     ] = None,
+    settings: Annotated[int, typer.Option(help="Maximum number of settings of each family, evenly spaced.")] = 100,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Also write a plot to this file.")] = None,
 ) -> None:
     """Print a line of JSON for each search."""
-    rng = random.Random(10_000 + seed)
-    prompts = list({play(rng)[0].prompt: None for _ in range(games)})
-    pair = sb.load(model / "target", model / "draft")
-    value_of = values if learnt is None else classifier_value(learnt, batch_size=256)
+    task = task_of(task_name)
+    target, draft = models_in(model)
+    pair = sb.load(target, draft)
+    prompts = task.prompts(random.Random(10_000 + seed), games, pair.tokenizer)
+    method = "speculative_sampling" if draft else "sampling"
+
+    def exact(texts: list[str]) -> list[float]:
+        return [task.value(text) for text in texts]
+
+    value_of = exact if learnt is None else classifier_value(learnt, batch_size=256)
     cells = []
-    for family, searches in contenders().items():
-        for setting, search in searches.items():
-            cells.append(cell(pair, prompts, value_of, family, setting, search, seed))
+    for family, searches in contenders(task, method).items():
+        names = [*searches]
+        count = min(settings, len(names))
+        chosen = [names[(2 * number + 1) * len(names) // (2 * count)] for number in range(count)]
+        for setting in chosen:
+            search = searches[setting]
+            cells.append(cell(pair, prompts, task, value_of, family, setting, search, seed))
             print(json.dumps(asdict(cells[-1])), flush=True)
     if plot_file is not None:
         plot(cells, plot_file)
