@@ -180,7 +180,7 @@ def figures():
     [
         ("entries at the top", 12),
         ("closure of decode.py, lines", 13_950),  # what the loop needs; at most 18,000
-        ("lines", 105_300),
+        ("lines", 105_330),
         ("syntax nodes", 741_500),
         ("syntax nodes per line of code", 10.5),
         ("functions with more than 8 parameters", 30),

@@ -105,7 +105,7 @@ def _rows_of_file(path: Path, columns: tuple[int, int]) -> Iterator[PromptRow | 
         except UnicodeDecodeError as error:
             raise BadPrompt(f"{path}, line {number}, is not UTF-8: {error.reason} at byte {error.start}") from error
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise BadPrompt(f"{path}, line {number}: {type(error).__name__}: {error}") from error
+            raise BadPrompt(f"{path}, line {number}: {error.args[0] if error.args else error}") from error
         except (OSError, *DAMAGE) as error:
             raise BadPrompt(f"{path} cannot be read after line {number}: {error}") from error
 
@@ -115,8 +115,18 @@ def _row_of_line(text: str, kind: str, columns: tuple[int, int]) -> PromptRow:
         return of_record(json.loads(text))
     if kind == ".tsv":
         fields = text.split("\t")
-        return PromptRow(fields[columns[0] - 1], fields[columns[1] - 1])
+        if len(fields) < columns[0]:
+            raise ValueError(f"it has {len(fields)} columns, and prompts are in column {columns[0]}")
+        return PromptRow(fields[columns[0] - 1], fields[columns[1] - 1] if len(fields) >= columns[1] else None)
     return PromptRow(text)
+
+
+def _first_text(prompt: Any) -> str:
+    """Return a prompt, or the first one of a list. Raises `ValueError` if it is no text."""
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    if not isinstance(first, str):
+        raise ValueError(f"the prompt must be a text, and is {first!r} of type {type(first).__name__}")
+    return first
 
 
 def of_record(record: Any) -> PromptRow:
@@ -127,17 +137,16 @@ def of_record(record: Any) -> PromptRow:
     if isinstance(record, str):
         return PromptRow(record)
     if "turns" in record:
-        return PromptRow(record["turns"][0])
+        return PromptRow(_first_text(record["turns"]))
     if "prompt" in record:
-        prompt = record["prompt"]
         answer = record.get("canonical_solution", record.get("reference", record.get("answer")))
-        return PromptRow(prompt if isinstance(prompt, str) else prompt[0], answer if isinstance(answer, str) else None)
+        return PromptRow(_first_text(record["prompt"]), answer if isinstance(answer, str) else None)
     if "context" in record and "question" in record:
         return PromptRow(
             f"{record['context']}\n\n{record['question']}\n", _first(record.get("answers", record.get("answer")))
         )
     if "question" in record:
-        return PromptRow(record["question"], _first(record.get("query", record.get("answer"))))
+        return PromptRow(_first_text(record["question"]), _first(record.get("query", record.get("answer"))))
     raise KeyError("the record has none of turns, prompt, question")
 
 

@@ -11,7 +11,7 @@ from specbeam.doors.prompts import PromptRow, of_record, read, spread
 from specbeam.errors import BadPrompt, BadSetting, MissingFile
 from specbeam.lab.bench.baselines import transformers
 from specbeam.lab.bench.outcome import specbeam
-from specbeam.lab.bench.speed import speed
+from specbeam.lab.bench.speed import _quality, speed
 from specbeam.lab.bench.speed_report import as_markdown, plot
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy
 from specbeam.recipes.search import beam_search
@@ -51,8 +51,15 @@ def test_files_are_read_packed_and_plain(tmp_path):
         assert read(str(tmp_path / name)) == [PromptRow("a b"), PromptRow("c\u2028d")]
     assert read(str(tmp_path / "x.tsv.xz"), 1, columns=(2, 1)) == [PromptRow("Ein Hund.", "A dog.")]
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"nothing": 1}\n')
-    with pytest.raises(BadPrompt, match=r"bad.jsonl, line 2: KeyError.*none of turns"):
+    with pytest.raises(BadPrompt, match=r"bad.jsonl, line 2: the record has none of turns"):
         read(str(tmp_path / "bad.jsonl"))
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [45, 456]}\n')
+    with pytest.raises(BadPrompt, match=r"ids.jsonl, line 1: the prompt must be a text, and is 45 of type int"):
+        read(str(tmp_path / "ids.jsonl"))
+    (tmp_path / "one.tsv").write_text("A hat.\tEin Hut.\nA dog.\n", encoding="utf-8")
+    assert read(str(tmp_path / "one.tsv")) == [PromptRow("A hat.", "Ein Hut."), PromptRow("A dog.")]
+    with pytest.raises(BadPrompt, match=r"one.tsv, line 2: it has 1 columns, and prompts are in column 2"):
+        read(str(tmp_path / "one.tsv"), columns=(2, 1))
     (tmp_path / "bytes.txt").write_bytes(b"fine\n\xfc\n")
     with pytest.raises(BadPrompt, match=r"bytes.txt, line 2, is not UTF-8"):
         read(str(tmp_path / "bytes.txt"))
@@ -120,3 +127,10 @@ def test_wrong_input_is_named():
     assert parameters("1.5B") == 1_500_000_000
     assert parameters("100m") == 100_000_000
     assert parameters("128K") == 128_000
+
+
+def test_a_table_without_sacrebleu_lacks_bleu_alone(monkeypatch):
+    pair = words.pair()
+    assert set(_quality(pair, [[5]], ["a"])) == {"BLEU", "exact match"}
+    monkeypatch.setattr("specbeam.lab.bench.speed.has_bleu", lambda: False)
+    assert set(_quality(pair, [[5]], ["a"])) == {"exact match"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import generation
-from specbeam.doors.cli.common import bundled_rows, check_has_head, in_one_line, method_from, print_records
+from specbeam.doors.cli.common import bundled_rows, check_has_head, complain, in_one_line, method_from, print_records
 from specbeam.doors.cli.options import (
     Compute,
     DraftVocab,
@@ -122,7 +122,10 @@ def speed(given: SpeedArguments) -> int:
     found = _prompts(given)
     from specbeam.doors.cli.screen import progress_bar
     from specbeam.lab.bench.speed import speed as measure
+    from specbeam.lab.evaluate.task import has_bleu
 
+    if not has_bleu():
+        complain("note: BLEU is left out, because sacrebleu is missing: pip install 'specbeam[bench]'")
     for text in given.contenders:
         name, *settings = _words(text)
         if "/" not in name:

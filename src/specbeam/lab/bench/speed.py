@@ -20,7 +20,7 @@ from specbeam.core import RowCounts, resident_memory
 from specbeam.doors import EnergyMeter, Prompt, PromptRow
 from specbeam.lab.bench.outcome import Contender, Outcome
 from specbeam.lab.evaluate.perplexity import Known, exp, log_likelihoods
-from specbeam.lab.evaluate.task import bleu, exact_match
+from specbeam.lab.evaluate.task import bleu, exact_match, has_bleu
 
 T = TypeVar("T")
 
@@ -280,12 +280,16 @@ def _line(
 
 
 def _quality(pair: Pair, answers: list[list[int]], references: list[str | None]) -> dict[str, float]:
-    """Return BLEU (0 to 100) and the share of exact matches; nothing if a reference or the tokenizer is missing."""
+    """Return BLEU (0 to 100; if sacrebleu is installed) and the share of exact matches.
+
+    Returns nothing if a reference or the tokenizer is missing.
+    """
     known = [text for text in references if text is not None]
     if len(known) < len(references) or pair.tokenizer is None:
         return {}
     texts = [pair.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
-    return {"BLEU": bleu(texts, known), "exact match": exact_match(texts, known)}
+    found = {"BLEU": bleu(texts, known)} if has_bleu() else {}
+    return {**found, "exact match": exact_match(texts, known)}
 
 
 def memory_of(work: Callable[[], object], device: torch.device) -> float | None:

@@ -46,7 +46,12 @@ def bleu_of(counts: Sequence[float]) -> float:
     return float(BLEU.compute_bleu(grams[:half], grams[half:], length, reference, smooth_method="exp").score)
 
 
+def has_bleu() -> bool:
+    """Return whether sacrebleu is installed."""
+    return find_spec("sacrebleu") is not None
+
+
 def check_bleu() -> None:
     """Raise `MissingPackage` if sacrebleu is not installed."""
-    if find_spec("sacrebleu") is None:
+    if not has_bleu():
         raise MissingPackage("BLEU is computed by sacrebleu: pip install 'specbeam[bench]'")
