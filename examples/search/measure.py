@@ -18,11 +18,12 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from task import Task, models_in, task_of
+from task import Task, TaskName, models_in, task_of
 
 import specbeam as sb
 from specbeam.apps.search.baselines import best_of, step_beams, tree_search
 from specbeam.apps.search.value import Value, classifier_value
+from specbeam.doors.prompts import spread
 from specbeam.lab.evaluate.intervals import ratio_interval
 
 Search = Callable[..., list[sb.SearchResult]]
@@ -109,7 +110,7 @@ def plot(cells: list[Cell], path: Path) -> None:
 
 def main(
     model: Annotated[Path, typer.Option(help="Folder that train.py has written, or of any model.")],
-    task_name: Annotated[str, typer.Option("--task", help="countdown, or sums for chat models.")] = "countdown",
+    task_name: Annotated[TaskName, typer.Option("--task", help="The game, or sums for chat models.")] = "countdown",
     games: Annotated[int, typer.Option(help="Number of problems.")] = 120,
     seed: Annotated[int, typer.Option(help="Seed of problems and searches; training has used 0.")] = 1,
     learnt: Annotated[
@@ -131,11 +132,7 @@ def main(
     value_of = exact if learnt is None else classifier_value(learnt, batch_size=256)
     cells = []
     for family, searches in contenders(task, method).items():
-        names = [*searches]
-        count = min(settings, len(names))
-        chosen = [names[(2 * number + 1) * len(names) // (2 * count)] for number in range(count)]
-        for setting in chosen:
-            search = searches[setting]
+        for setting, search in spread([*searches.items()], settings):
             cells.append(cell(pair, prompts, task, value_of, family, setting, search, seed))
             print(json.dumps(asdict(cells[-1])), flush=True)
     if plot_file is not None:

@@ -4,7 +4,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+TaskName = Literal["countdown", "sums"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Task:
         return list({self.prompt(rng, tokenizer): None for _ in range(count)})
 
 
-def task_of(name: str) -> Task:
+def task_of(name: TaskName) -> Task:
     """Return the task of this name."""
     import countdown
     import sums

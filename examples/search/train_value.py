@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from task import Task, models_in, task_of
+from task import Task, TaskName, models_in, task_of
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -98,7 +98,7 @@ def loss_of(classifier: Any, tokenizer: Any, examples: list[tuple[str, float]]) 
 def main(
     model: Annotated[Path, typer.Option(help="Folder that train.py has written, or of any model.")],
     out: Annotated[Path, typer.Option(help="Folder of the value function.")],
-    task_name: Annotated[str, typer.Option("--task", help="countdown, or sums for chat models.")] = "countdown",
+    task_name: Annotated[TaskName, typer.Option("--task", help="The game, or sums for chat models.")] = "countdown",
     games: Annotated[int, typer.Option(help="Number of problems.")] = 3000,
     draws: Annotated[int, typer.Option(help="Number of the target's draws for each problem.")] = 4,
     epochs: Annotated[int, typer.Option(help="Number of passes over all beginnings.")] = 2,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.doors.places import DAMAGE, OPENERS, require_file
-from specbeam.errors import BadPrompt, MissingPackage
+from specbeam.errors import BadPrompt, MissingPackage, counted
 
 # name of a data set -> (hub id, configuration, split)
 KNOWN = {
@@ -116,7 +116,7 @@ def _row_of_line(text: str, kind: str, columns: tuple[int, int]) -> PromptRow:
     if kind == ".tsv":
         fields = text.split("\t")
         if len(fields) < columns[0]:
-            raise ValueError(f"it has {len(fields)} columns, and prompts are in column {columns[0]}")
+            raise ValueError(f"it has {counted(len(fields), 'column')}, and prompts are in column {columns[0]}")
         return PromptRow(fields[columns[0] - 1], fields[columns[1] - 1] if len(fields) >= columns[1] else None)
     return PromptRow(text)
 

@@ -81,6 +81,9 @@ def test_prompts_come_from_arguments_files_and_standard_input(models, tmp_path):
     assert [record["index"] for record in records] == [0, 1, 3, 4, 5]  # the blank line has an index, too
     code, out, _ = shell("generate", *models, "--seed", "1", "--max-new-tokens", "4", stdin="first\nsecond\n")
     assert out.splitlines() == [records[1]["text"], records[2]["text"]]
+    windows = "\ufefffirst\r\nsecond\r\n"
+    code, from_windows, _ = shell("generate", *models, "--seed", "1", "--max-new-tokens", "4", stdin=windows)
+    assert from_windows == out
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".tsv", ".jsonl", "stdin"])

@@ -58,7 +58,7 @@ def test_files_are_read_packed_and_plain(tmp_path):
         read(str(tmp_path / "ids.jsonl"))
     (tmp_path / "one.tsv").write_text("A hat.\tEin Hut.\nA dog.\n", encoding="utf-8")
     assert read(str(tmp_path / "one.tsv")) == [PromptRow("A hat.", "Ein Hut."), PromptRow("A dog.")]
-    with pytest.raises(BadPrompt, match=r"one.tsv, line 2: it has 1 columns, and prompts are in column 2"):
+    with pytest.raises(BadPrompt, match=r"one.tsv, line 2: it has 1 column, and prompts are in column 2"):
         read(str(tmp_path / "one.tsv"), columns=(2, 1))
     (tmp_path / "bytes.txt").write_bytes(b"fine\n\xfc\n")
     with pytest.raises(BadPrompt, match=r"bytes.txt, line 2, is not UTF-8"):

@@ -124,8 +124,6 @@ def speed(given: SpeedArguments) -> int:
     from specbeam.lab.bench.speed import speed as measure
     from specbeam.lab.evaluate.task import has_bleu
 
-    if not has_bleu():
-        complain("note: BLEU is left out, because sacrebleu is missing: pip install 'specbeam[bench]'")
     for text in given.contenders:
         name, *settings = _words(text)
         if "/" not in name:
@@ -133,6 +131,8 @@ def speed(given: SpeedArguments) -> int:
     pair = _pair(given)
     _check_sources(pair, found)
     prompts = spread(found or demo_rows(), given.rows)
+    if not has_bleu() and all(row.answer is not None for row in prompts):
+        complain("note: BLEU is left out, because sacrebleu is missing: pip install 'specbeam[bench]'")
     running = [_contender(pair, text, given.options) for text in given.contenders or [*DEFAULT, *_of_head(pair)]]
     tables = []
     with progress_bar() as progress:

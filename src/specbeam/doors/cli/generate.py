@@ -288,7 +288,7 @@ def _read_json(lines: list[PromptSource], of_json: Callable[[str], Any]) -> tupl
 
 
 def _standard_input() -> list[str]:
-    """Return the lines of standard input, as those of a file. Raises `BadPrompt` for bytes that are invalid."""
+    """Return the lines of standard input. Raises `BadPrompt` if a byte is invalid in its encoding."""
     try:
         text = sys.stdin.read().removeprefix("\ufeff").replace("\r\n", "\n")
         text.encode("utf-8")  # Python may let invalid bytes through, as surrogates

@@ -149,10 +149,10 @@ def log_likelihoods(
 ) -> list[float]:
     """Return log p of each output after its prompt, in nats, summed in float64. Outputs of similar length share a pass.
 
-    Other arguments, and errors, are those of `perplexity`.
+    Takes the other arguments of `perplexity`, and raises its errors.
 
     Args:
-        known: the outputs that are scored already, to which these are added: methods often write the same text.
+        known: the outputs that are scored already; these are added. Methods often write the same text.
     """
     begins = prompts
     sources: Sequence[Tokens] | None = None
