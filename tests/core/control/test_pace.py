@@ -67,6 +67,17 @@ def test_a_change_is_noticed():
     assert later[-FIRST_WAIT:].count(False) >= FIRST_WAIT - 1
 
 
+def test_a_trial_without_drafts_is_short_where_texts_are_long():
+    for seconds, wanted in ((1.0, 3), (0.01, LEAST_SESSIONS)):
+        pace = Pace()
+        counts = dict.fromkeys((True, False), 0)
+        while pace.number < 2:
+            phase = pace.enter()
+            counts[phase.drafts] += 1
+            pace.leave(phase, seconds, 20, LEAST_SESSIONS)
+        assert counts == {True: LEAST_SESSIONS, False: wanted}
+
+
 def test_sessions_in_which_code_was_compiled_do_not_count():
     pace = Pace()
     pace.leave(pace.enter(), float("nan"), 5, 1)
@@ -109,7 +120,7 @@ def test_paces_are_kept_on_disk(tmp_path, monkeypatch):
     memory = PaceMemory(["a pair"])
     for _ in range(2 * LEAST_SESSIONS):
         phase = memory.enter("x")
-        memory.leave("x", phase, 2.0 if phase.drafts else 1.0, 1, 1)
+        memory.leave("x", phase, 0.02 if phase.drafts else 0.01, 1, 1)
     assert not memory.enter("x").drafts
     again = PaceMemory(["a pair"])
     assert not again.enter("x").drafts
@@ -245,7 +256,7 @@ def texts_and_draft_passes(pair, method, sessions, seconds_of, monkeypatch, **se
 @pytest.mark.parametrize("faster", [True, False])
 def test_chains_are_left_out_where_they_are_slower_and_no_text_shows_it(rule, faster, pair, monkeypatch):
     count = 4 * LEAST_SESSIONS
-    seconds_of = {faster: 1.0, not faster: 1.5}
+    seconds_of = {faster: 0.01, not faster: 0.015}
     chain = sb.speculative_sampling(3, rule)
     texts, passes = texts_and_draft_passes(pair, chain, count, seconds_of, monkeypatch, temperature=0)
     assert all(passes[:LEAST_SESSIONS])

@@ -22,6 +22,9 @@ from specbeam.core.session import Session
 from specbeam.core.threads import allowed_threads
 
 LEAST_SESSIONS = 8  # minimum number of sessions of a phase
+# Sessions and seconds after which a phase without drafts ends earlier: its pace varies little from text to text.
+FEW_SESSIONS = 3
+FEW_S = 1.0
 SAMPLES = 24  # latest samples kept of each mode
 FIRST_WAIT = 6  # phases until the slower mode is tried again; doubled each time
 LONGEST_WAIT = 96
@@ -61,6 +64,7 @@ class Pace:
     drafts: bool = True  # whether sessions of the current phase draft
     best: bool = True  # whether the faster mode known so far drafts
     sampled: int = 0  # timed sessions of the current phase
+    spent_s: float = 0.0  # seconds of these
     wait: int = FIRST_WAIT
     until_trial: int = FIRST_WAIT  # phases until the slower mode is tried again
     live: dict[int, int] = field(default_factory=dict)  # number of running sessions by phase
@@ -77,7 +81,7 @@ class Pace:
         Args:
             seconds: time of its turns; in a batch, its equal share; NaN if the session does not count.
             layers: number of layers that it decided.
-            sessions: minimum number of sessions of a phase.
+            sessions: number of sessions of a phase; of one without drafts, fewer if they are long.
         """
         self.live[phase.number] -= 1
         if not self.live[phase.number]:
@@ -85,14 +89,18 @@ class Pace:
         if layers == 0 or not phase.is_pure or math.isnan(seconds):
             return
         self.paces[phase.drafts].append(seconds / layers)
-        self.sampled += phase.number == self.number
-        if self.sampled >= sessions:
+        if phase.number == self.number:
+            self.sampled += 1
+            self.spent_s += seconds
+        is_known = not self.drafts and self.sampled >= FEW_SESSIONS and self.spent_s >= FEW_S
+        if self.sampled >= sessions or is_known:
             self._begin_phase()
 
     def _begin_phase(self) -> None:
         was_trial = self.drafts != self.best
         self.number += 1
         self.sampled = 0
+        self.spent_s = 0.0
         if not self.paces[not self.drafts]:
             self.drafts = not self.drafts
             return
