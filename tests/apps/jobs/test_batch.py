@@ -309,7 +309,9 @@ def test_a_job_goes_on_with_its_own_settings_only_and_follows_its_table(make_wor
 
     rows[1]["prompt"] = "mended"
     changed = write_jsonl(tmp_path / "in.jsonl", [*rows[1:], {"id": "new", "prompt": "abc"}])
-    done = batch(counting, changed, out, {"seed": 3}, resume=True)
+    with pytest.raises(BadSetting, match=r"1 of 3 texts .* not in this table \(the first is 'row-0'\)"):
+        batch(counting, changed, out, {"seed": 3}, resume=True)
+    done = batch(counting, changed, out, {"seed": 3}, resume=True, drops_answers=True)
     assert (done.rows, done.done, done.failed) == (6, 6, 0)
     records = read_jsonl(out)
     assert [record["id"] for record in records] == [*(row["id"] for row in rows[1:]), "new"]
@@ -319,6 +321,30 @@ def test_a_job_goes_on_with_its_own_settings_only_and_follows_its_table(make_wor
     out.unlink()
     with pytest.raises(BadSetting, match="is not a journal"):
         batch(make_work, source, out, resume=True)
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_a_wrong_table_costs_no_answer(make_work, tmp_path, has_ids):
+    rows = [row if has_ids else {"prompt": row["prompt"]} for row in prompts(6)]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    out = tmp_path / "out.jsonl"
+    interrupted_after(4, make_work, source, out)
+    others = [row | {"prompt": f"{row['prompt']}a"} for row in rows]
+    if has_ids:
+        others = [row | {"id": f"other {row['id']}"} for row in others]
+    other = write_jsonl(tmp_path / "other.jsonl", others)
+    empty = write_jsonl(tmp_path / "empty.jsonl", [])
+    for wrong in (other, empty):
+        with pytest.raises(BadSetting, match=r"4 of 4 texts .* give the table of the job"):
+            batch(make_work, wrong, out, resume=True)
+    decoded = []
+
+    def on_progress(progress):
+        decoded.append(progress.done)
+
+    rows[5]["prompt"] = "changed before it was decoded"
+    batch(make_work, write_jsonl(source, rows), out, resume=True, on_progress=on_progress)
+    assert decoded == [4, 5, 6]
 
 
 def test_a_job_refuses_to_go_on_with_other_weights_and_decodes_failed_rows_again_if_told(make_work, tmp_path):

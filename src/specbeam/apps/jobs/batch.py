@@ -27,15 +27,16 @@ def batch(
     columns: Columns = USUAL_COLUMNS,
     resume: bool = False,
     retry_failed: bool = False,
+    drops_answers: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Progress:
     """Decode each row of a table, and write the answers to another table, in the order of the rows.
 
     Until the job is done, answers are kept in a journal named `out` + ".job". A killed process loses the rows in progress,
     and the answers of the last `COMMIT_S` seconds and one step. With `resume` the next process continues the job; its texts
-    equal those of an undisturbed job, because the seed of a row depends only on the job's seed and the row's id. Added and
-    changed rows are decoded, too, and the answers to removed rows are dropped. The journal of a finished job is kept if rows
-    failed, so that they can be decoded again.
+    equal those of an undisturbed job, because the seed of a row depends only on the job's seed and the row's id. Added rows
+    are decoded, too, and failed rows that were changed. The journal of a finished job is kept if rows failed, so that they
+    can be decoded again.
 
     Args:
         make_work: loads the models; called after the rows were read once, if there are rows to decode.
@@ -46,14 +47,15 @@ def batch(
         resume: whether to continue a job. A finished job without failed rows is left as it is; only the ids and, if
             `described` has one, the seeds of its rows are compared.
         retry_failed: whether failed rows are decoded again, also in a finished job.
+        drops_answers: whether a job is resumed although rows with texts were changed or removed; their texts are dropped.
         on_progress: called when the number of answers changes.
 
     Returns:
         The numbers of rows, answers and errors.
 
     Raises:
-        BadSetting: a file has an unknown type; `out` exists; the job has other settings, or is running; a finished job
-            has other ids or seeds; `retry_failed` is set, but the journal is missing.
+        BadSetting: a file has an unknown type; `out` exists; the job has other settings, texts of rows that are not in the
+            table, or is running; a finished job has other ids or seeds; `retry_failed` is set, but the journal is missing.
         BadPrompt: the table cannot be read, two rows have the same id, or the table was changed while the job ran. Errors
             of a single row are its answer.
         MissingFile, MissingPackage: the table, or a package that reads it, is missing.
@@ -84,7 +86,7 @@ def batch(
     try:
         if out.exists() and not resume:  # written by another process in the meantime
             raise BadSetting(f"{out} already exists; delete it, or give another name")
-        journal.note_rows(_rows(source, columns))
+        journal.note_rows(_rows(source, columns), drops_answers)
         if retry_failed:
             journal.forget_failed()
         progress = journal.progress

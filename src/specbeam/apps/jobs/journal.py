@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from specbeam.apps.jobs.rows import JobRow
 from specbeam.doors import require_place, writing
-from specbeam.errors import BadPrompt, BadSetting, CannotWrite
+from specbeam.errors import BadPrompt, BadSetting, CannotWrite, counted
 
 LOG = logging.getLogger("specbeam.jobs")
 APPLICATION = 0x5BEA3  # application id in the header of the file, which distinguishes it from other databases
@@ -28,6 +28,7 @@ create table rows (
 )
 """
 _MATCH = "from rows join answers on rows.name = answers.name and rows.digest = answers.digest"
+_STALE = f"name not in (select rows.name {_MATCH})"
 _ANSWER = "answers.name, answers.digest, failed, record, seal"
 
 
@@ -182,10 +183,13 @@ class Journal:
         text = json.dumps(description)
         self._base.execute("update job set description = ?, seal = ?", [text, _seal(text)])
 
-    def note_rows(self, rows: Iterable[JobRow]) -> None:
-        """Store the current rows. Answers to removed and changed rows are dropped.
+    def note_rows(self, rows: Iterable[JobRow], drops_answers: bool = False) -> None:
+        """Store the current rows. Errors of removed and changed rows are dropped, and texts if `drops_answers` is set.
 
-        Raises `BadPrompt` if two rows have the same id.
+        Raises:
+            BadSetting: a row with a text was removed or changed, as in another table, and `drops_answers` is not set; the
+                stored rows and answers stay as they were.
+            BadPrompt: two rows have the same id.
         """
         with _explained(self.path):
             self._base.execute("drop table if exists rows")
@@ -194,8 +198,22 @@ class Journal:
             with _explained(self.path):
                 self._note(row)
         with _explained(self.path):
-            self._base.execute(f"delete from answers where name not in (select rows.name {_MATCH})")
+            if not drops_answers:
+                self._require_rows_of_texts()
+            self._base.execute(f"delete from answers where {_STALE}")
         self.commit()
+
+    def _require_rows_of_texts(self) -> None:
+        """Raise `BadSetting`, and forget the uncommitted rows, if a stored text belongs to none of them."""
+        lost = self._one(f"select count(*) from answers where not failed and {_STALE}")
+        if lost:
+            texts = self._one("select count(*) from answers where not failed")
+            first = self._one(f"select name from answers where not failed and {_STALE} order by rowid")
+            self._base.execute("rollback")
+            raise BadSetting(
+                f"{lost} of {counted(texts, 'text')} in {self.path} answer rows that were changed or are not in this table "
+                f"(the first is {first!r}); give the table of the job, or drop these texts by --drop-answers"
+            )
 
     def _note(self, row: JobRow) -> None:
         noted = [row.number, row.name, row.digest, not isinstance(row.id, str)]

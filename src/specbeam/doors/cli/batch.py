@@ -42,6 +42,10 @@ class BatchArguments(DecodingArguments):
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="With --resume: retry rows whose answer is an error.")
     ] = False
+    drop_answers: Annotated[
+        bool,
+        typer.Option("--drop-answers", help="With --resume: drop the texts of rows that were changed or removed."),
+    ] = False
     seed: Annotated[
         int, typer.Option(help="Random seed; the seed of each row is derived from it and the id of the row.")
     ] = 0
@@ -84,7 +88,15 @@ def batch(given: BatchArguments) -> int:
 
         try:
             shown = answer_table(
-                make_work, given.source, given.out, described, columns, given.resume, given.retry_failed, show
+                make_work,
+                given.source,
+                given.out,
+                described,
+                columns,
+                given.resume,
+                given.retry_failed,
+                given.drop_answers,
+                show,
             )
         except KeyboardInterrupt:
             complain(f"interrupted; {shown.done} of {counted(shown.rows, 'row')} saved: continue with --resume")
