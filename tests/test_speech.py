@@ -273,6 +273,7 @@ def test_audio_that_is_not_mono_or_not_16_khz_is_made_so(ears):
         (np.zeros(0, dtype=np.float32), "has 0.000 seconds"),
         (np.full(RATE, np.nan, dtype=np.float32), "has samples that are not finite"),
         (np.zeros(RATE, dtype=np.int16), "int16.* must be floats"),
+        (np.full(RATE, 3000, dtype=np.float32), r"as large as 3000; they must be in \[-1, 1\]: divide 16-bit samples"),
         (np.zeros((2, RATE), dtype=np.float32), r"must be \[samples, channels\]"),
     ],
 )
@@ -411,7 +412,10 @@ def test_the_command_refuses_roundings_of_decoder_only_models(ears, tmp_path, ca
 def test_what_a_model_does_not_know_is_refused(ears):
     sound = noise(1)
     for options, message in (
-        ({"language": "french"}, "language is 'french'; this model knows de, en"),
+        ({"language": "french"}, r"language is 'french'.*; this model knows 2 languages, by a code \(de, en\)"),
+        ({"language": "Deutsch"}, r"did you mean german\?"),
+        ({"timestamps": "word"}, "timestamps is 'word'; it must be True or False"),
+        ({"seed": "a"}, "seed is 'a'; it must be an integer"),
         ({"task": "sing"}, "task is 'sing'; this model knows translate, transcribe"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": ()}, r"temperature is \(\)"),

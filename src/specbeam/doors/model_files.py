@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,20 @@ from specbeam.models.checkpoints.boundary import json_object
 from specbeam.models.checkpoints.folders import ADAPTER, CONFIG, checked_folder, gguf_in
 
 SHOWN = 8  # languages named in an error
+# English names of languages by their own names, where these are far from them, or near another one.
+_OWN_NAMES = {
+    "deutsch": "german",
+    "español": "spanish",
+    "français": "french",
+    "nederlands": "dutch",
+    "suomi": "finnish",
+    "svenska": "swedish",
+    "türkçe": "turkish",
+    "русский": "russian",
+    "中文": "chinese",
+    "日本語": "japanese",
+    "한국어": "korean",
+}
 MEMORY = "memory.json"  # in folders of `specbeam train hmt`
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SERVED = re.compile(
@@ -124,18 +138,31 @@ def check_spoken_language(name: str, language: str | None) -> None:
     codes = spoken_languages(name)
     if language is None or not codes:
         return
-    wanted = language.lower()
-    if wanted.strip("<|>") in codes:
-        return
+    spoken_code(language, codes)
+
+
+def spoken_code(language: str, codes: Sequence[str]) -> str:
+    """Return the code of a language, such as "de". Raises `BadSetting` unless a Whisper model knows it.
+
+    Args:
+        language: a code, a name or a token; see `check_spoken_language`.
+        codes: the codes of the languages of the model.
+    """
+    wanted = language.lower().strip("<|>")
+    if wanted in codes:
+        return wanted
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
-    if TO_LANGUAGE_CODE.get(wanted) not in codes:
-        near = hint(wanted, [*codes, *TO_LANGUAGE_CODE])
+    code = TO_LANGUAGE_CODE.get(wanted)
+    if code not in codes:
+        names = [name for name, code_of_name in TO_LANGUAGE_CODE.items() if code_of_name in codes]
+        near = hint(wanted, [*codes, *names], _OWN_NAMES)
         some = ", ".join(codes[:SHOWN]) + (" and others" if len(codes) > SHOWN else "")
         raise BadSetting(
             f"language is {language!r}{near}; this model knows {len(codes)} languages, by a code ({some}) or an English "
             "name, such as german"
         )
+    return code
 
 
 def _read(folder: Path, file: str) -> dict[str, Any]:

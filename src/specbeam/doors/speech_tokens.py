@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from specbeam.doors.model_files import spoken_code
 from specbeam.doors.options.checks import require
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.models.pair import Pair
@@ -111,15 +112,7 @@ class SpeechTokens:
 
     def _token_name(self, language: str) -> str:
         """Return the token of a language, from its code, name or token."""
-        from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
-
-        wanted = language.lower()
-        code = TO_LANGUAGE_CODE.get(wanted, wanted)
-        for name in (wanted, f"<|{code}|>"):
-            if name in self.languages:
-                return name
-        known = ", ".join(sorted(name.strip("<|>") for name in self.languages))
-        raise BadSetting(f"language is {language!r}; this model knows {known}")
+        return f"<|{spoken_code(language, sorted(name.strip('<|>') for name in self.languages))}|>"
 
     def processors(self, begin: int, timestamps: bool) -> list[Any]:
         """Return the logits processors that keep timestamps in order, for texts that begin at position `begin`."""

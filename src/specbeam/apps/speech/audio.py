@@ -15,6 +15,7 @@ from specbeam.errors import BadAudio, MissingFile, MissingPackage
 RATE = 16_000  # samples per second of the input of speech models
 LEAST_S = 0.1  # length of the shortest audio in seconds
 SILENCE = 2.0**-15  # the smallest step of 16-bit audio
+LOUDEST = 16.0  # the largest sample; above it are integers of 8 or more bits, not floats in [-1, 1]
 
 HIGHEST_RATE = 96_000  # samples per second of untrusted files
 MOST_CHANNELS = 8  # channels of untrusted files
@@ -322,6 +323,11 @@ def _one_channel(samples: np.ndarray, name: str) -> Samples:
     mono = samples if samples.ndim == 1 else samples.mean(1)
     if not np.isfinite(mono).all():
         raise BadAudio(f"{name} has samples that are not finite; remove NaN and infinity")
+    loudest = float(np.abs(mono).max(initial=0.0))
+    if loudest > LOUDEST:
+        raise BadAudio(
+            f"{name} has samples as large as {loudest:g}; they must be in [-1, 1]: divide 16-bit samples by 32768"
+        )
     return np.ascontiguousarray(mono, dtype=np.float32)
 
 

@@ -341,6 +341,11 @@ def ears_of(pair: Pair, asked: SpeechSettings, models: Models | None = None) -> 
     lm = listener_of(pair)
     tokens = speech_tokens_of(pair)
     temperatures = _temperatures(asked.temperature)
+    seed = asked.seed
+    require(
+        isinstance(asked.timestamps, bool), "timestamps", asked.timestamps, "True or False (there are none of words)"
+    )
+    require(seed is None or (is_integer(seed) and seed >= 0), "seed", seed, "an integer of at least 0, or None")
     require(is_integer(asked.best_of) and asked.best_of >= 1, "best_of", asked.best_of, "an integer of at least 1")
     conditions = asked.conditions
     if conditions is None:
@@ -356,7 +361,7 @@ def ears_of(pair: Pair, asked: SpeechSettings, models: Models | None = None) -> 
         thresholds=asked.thresholds or thresholds_of(tokens.config),
         temperatures=temperatures,
         best_of=asked.best_of,
-        seed=asked.seed,
+        seed=seed,
         options=asked.options,
         settings=_settings(asked.options, tokens.config),
         timestamps=asked.timestamps,
