@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam.core.compiling.held import held_at
+from specbeam.core.compiling.held import address_of_record, held_at
 from specbeam.core.cycles import cycles
 from specbeam.core.ranked import Ranked, whole_rows
 from specbeam.core.steps import Array, step, verb
@@ -78,6 +78,13 @@ def extend_all(like: Any, caches: list[Any], asked: list[Asked], whole: bool, sp
         spent: int64[sessions, 2], as in `run_ranked_pass`.
     """
     return extend_one_by_one(like, caches, asked, whole, spent)
+
+
+@step
+def extend_alone(cache: Any, tokens: Array, parents: Array, wanted: Array, keys: Array, whole: bool) -> Ranked:
+    """Implement `extend_ranked` by `extend_all` of a single session."""
+    spent = np.zeros((1, 2), dtype=np.int64)
+    return extend_all(cache, [address_of_record(cache)], [Asked(tokens, parents, wanted, keys)], whole, spent)[0]
 
 
 @verb(0, by_address=True)

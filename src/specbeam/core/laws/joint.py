@@ -494,7 +494,9 @@ def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: i
             restricted = support[among[support // columns]]
         temperature = law.truncation.temperature
         rows = law.rows
-        best = rank_pairs(restricted, rows.logits, rows.tokens, shift_of(law), temperature, law.log_counts, keys, core)
+        best, _ = rank_pairs(
+            restricted, rows.logits, rows.tokens, shift_of(law), temperature, law.log_counts, keys, core
+        )
         best_values = values_within(law, keys, support, best)
         others = best[:0]
         other_values = best_values[:0]

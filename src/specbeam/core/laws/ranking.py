@@ -126,10 +126,8 @@ def pairs_of_best_value(
     pairs = np.full(count, -1, dtype=np.int64)
     if count == 0:
         return pairs, values
-    if count > INSERTED:
-        return _best_by_sorting(logits, names, shift, temperature, log_counts, keys, among, count)
-    if names.shape[1] > 0:
-        return _best_of_lists(logits, names, shift, temperature, log_counts, keys, among, count)
+    if count > INSERTED or names.shape[1] > 0:  # lists are too short to preselect
+        return rank_pairs(_live_pairs(logits, among), logits, names, shift, temperature, log_counts, keys, count)
     noisy = len(keys) > 0
     bounds = np.empty(CHUNK if noisy else 0, dtype=np.float32)
     upper = np.empty(CHUNK if noisy else 0, dtype=np.float32)
@@ -174,57 +172,17 @@ def pairs_of_best_value(
 
 
 @step
-def _best_of_lists(
-    logits: Array,
-    names: Array,
-    shift: Array,
-    temperature: float,
-    log_counts: Array,
-    keys: Array,
-    among: Array,
-    count: int,
-) -> tuple[Array, Array]:
-    """Return `pairs_of_best_value` of lists, which are too short to preselect."""
+def _live_pairs(logits: Array, among: Array) -> Array:
+    """Return the pairs of participating beams whose logit is above -inf, in ascending order."""
     beams, columns = logits.shape
-    values = np.full(count, -np.inf)
-    pairs = np.full(count, -1, dtype=np.int64)
-    held = 0
-    for beam in range(beams):
-        if not among[beam]:
-            continue
-        for place in range(columns):
-            if logits[beam, place] > -np.inf:
-                value = value_of(logits, names, shift, temperature, log_counts, keys, beam, place)
-                held = insert(values, pairs, held, value, beam * columns + place)
-    return pairs[:held], values[:held]
-
-
-@step
-def _best_by_sorting(
-    logits: Array,
-    names: Array,
-    shift: Array,
-    temperature: float,
-    log_counts: Array,
-    keys: Array,
-    among: Array,
-    count: int,
-) -> tuple[Array, Array]:
-    """Return `pairs_of_best_value` for long rankings, by sorting all pairs."""
-    beams, columns = logits.shape
-    values = np.empty(beams * columns)
     pairs = np.empty(beams * columns, dtype=np.int64)
     held = 0
     for beam in range(beams):
-        if not among[beam]:
-            continue
         for place in range(columns):
-            if logits[beam, place] > -np.inf:
-                values[held] = value_of(logits, names, shift, temperature, log_counts, keys, beam, place)
+            if among[beam] and logits[beam, place] > -np.inf:
                 pairs[held] = beam * columns + place
                 held += 1
-    best = sorted_places(values[:held])[:count]
-    return pairs[best], values[best]
+    return pairs[:held]
 
 
 @step
@@ -237,8 +195,8 @@ def rank_pairs(
     log_counts: Array,
     keys: Array,
     count: int,
-) -> Array:
-    """Return the `count` best of the given pairs, int64[n], best first, by the value that `pairs_of_best_value` compares."""
+) -> tuple[Array, Array]:
+    """Return the `count` best of the given pairs, int64[n], best first, and their values; see `pairs_of_best_value`."""
     columns = logits.shape[1]
     count = min(count, len(pairs))
     sorts = count > INSERTED
@@ -248,20 +206,19 @@ def rank_pairs(
     chosen = np.full(room, -1, dtype=np.int64)
     held = 0
     if count == 0:
-        return chosen
+        return chosen, values
     for pair in given:
-        beam = pair // columns
-        place = pair % columns
-        value = value_of(logits, names, shift, temperature, log_counts, keys, beam, place)
+        value = value_of(logits, names, shift, temperature, log_counts, keys, pair // columns, pair % columns)
         if sorts:
             values[held] = value
             chosen[held] = pair
             held += 1
         else:
             held = insert(values, chosen, held, value, pair)
-    if sorts:
-        return chosen[sorted_places(values)[:count]]
-    return chosen[:held]
+    if not sorts:
+        return chosen[:held], values[:held]
+    best = sorted_places(values)[:count]
+    return chosen[best], values[best]
 
 
 @step

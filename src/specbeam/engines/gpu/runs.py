@@ -17,7 +17,7 @@ from jaxtyping import Float32
 from specbeam.core.callbacks import Callback, array_at, call_back
 from specbeam.core.compiling.compiler import Array, borrowed, compiled
 from specbeam.core.compiling.copies import copy_numbers
-from specbeam.core.compiling.held import address_of_record, held_at
+from specbeam.core.compiling.held import held_at
 from specbeam.core.cycles import cycles
 from specbeam.core.laws.listing import MOST_LISTED
 from specbeam.core.measure.profiler import span
@@ -26,6 +26,7 @@ from specbeam.core.passes import (
     PASSES,
     Asked,
     extend_all,
+    extend_alone,
     extend_ranked,
     whole_rows_again,
 )
@@ -160,13 +161,7 @@ def lists_of_pass(cache: GpuRun, first: int, count: int) -> Ranked:
     return Ranked(tokens, logits, sums[0], sums[1], sums[2], cache.vocab, cache.listing.by_noise)
 
 
-@extend_ranked.of(GpuRun)
-@compiled
-def extend_gpu_run(cache: GpuRun, tokens: Array, parents: Array, wanted: Array, keys: Array, whole: bool) -> Ranked:
-    """Run a pass of a single session; see `extend_ranked`."""
-    spent = np.zeros((1, 2), dtype=np.int64)
-    found = extend_gpu_runs(cache, [address_of_record(cache)], [Asked(tokens, parents, wanted, keys)], whole, spent)
-    return found[0]
+extend_ranked.of(GpuRun)(extend_alone)
 
 
 @extend_all.of(GpuRun)

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from specbeam.core.callbacks import Callback
-from specbeam.core.compiling.held import address_of_record, held_at
+from specbeam.core.compiling.held import held_at
 from specbeam.core.cycles import cycles
 from specbeam.core.passes import (
     CYCLES,
     PASSES,
     Asked,
     extend_all,
+    extend_alone,
     extend_ranked,
     whole_rows_again,
 )
@@ -66,15 +67,7 @@ def write_job(job: Array, cache: PaddedRun, wanted: Array, keys: Array) -> None:
         job[6] = keys.ctypes.data
 
 
-@extend_ranked.of(PaddedRun)
-@step
-def extend_padded_run(
-    cache: PaddedRun, tokens: Array, parents: Array, wanted: Array, keys: Array, whole: bool
-) -> Ranked:
-    """Run a pass of a single session; see `extend_ranked`."""
-    spent = np.zeros((1, 2), dtype=np.int64)
-    found = extend_padded_runs(cache, [address_of_record(cache)], [Asked(tokens, parents, wanted, keys)], whole, spent)
-    return found[0]
+extend_ranked.of(PaddedRun)(extend_alone)
 
 
 @extend_all.of(PaddedRun)

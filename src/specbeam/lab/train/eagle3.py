@@ -37,8 +37,17 @@ def new_eagle3(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, 
 
     Its embedding is the target's and is not trained; its output matrix begins as the target's rows of its tokens.
     """
+    shape = trunk_shape(target, plan, feeds_normed=True)
+    rotary = Rotary(shape.sizes, *target_rope(target))
+    trunk = PairTrunk(shape, rotary, own_embedding(target), own_head(target, tokens), tokens)
+    first_weights(trunk)
+    return trunk
+
+
+def trunk_shape(target: "PreTrainedModel", plan: HeadPlan, feeds_normed: bool = False) -> TrunkShape:
+    """Return the shape of a trunk as wide as the target, whose features are normed one by one."""
     sizes = layer_sizes(target, plan)
-    shape = TrunkShape(
+    return TrunkShape(
         sizes=sizes,
         layers=plan.layers,
         taps=plan.taps,
@@ -46,13 +55,8 @@ def new_eagle3(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, 
         pairs="attention",
         draft_vocab=plan.draft_vocab,
         norms_features="each",
-        feeds_normed=True,
+        feeds_normed=feeds_normed,
     )
-    trunk = PairTrunk(
-        shape, Rotary(sizes, *target_rope(target)), own_embedding(target), own_head(target, tokens), tokens
-    )
-    first_weights(trunk)
-    return trunk
 
 
 def own_embedding(target: "PreTrainedModel") -> nn.Embedding:

@@ -222,8 +222,7 @@ class Training:
         self.model.load_state_dict(state["model"])
         for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
-        # older states lack the field: they used bfloat16 on GPUs only
-        self.in_bfloat16 = state.get("in_bfloat16", self.device.type == "cuda")
+        self.in_bfloat16 = state["in_bfloat16"]
         self.epoch = state["epoch"]
         self.file = state["file"]
         self.losses = state["losses"]

@@ -7,10 +7,10 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 
 from specbeam.lab.train.dspark import mask_of
-from specbeam.lab.train.eagle3 import eagle3_config, first_weights, layer_sizes, own_embedding, own_head
+from specbeam.lab.train.eagle3 import eagle3_config, first_weights, own_embedding, own_head, trunk_shape
 from specbeam.lab.train.head_files import target_rope, write_head
 from specbeam.lab.train.plan import HeadPlan
-from specbeam.models.heads import Head, MaskTrunk, Rotary, TrunkShape
+from specbeam.models.heads import Head, MaskTrunk, Rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,17 +22,8 @@ def new_peagle(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, 
     Its embedding is the target's and is not trained; its output matrix begins as the target's rows of its tokens. The vector
     that mask rows read in place of a feature begins at random, and passes the same norms.
     """
-    sizes = layer_sizes(target, plan)
-    shape = TrunkShape(
-        sizes=sizes,
-        layers=plan.layers,
-        taps=plan.taps,
-        target_width=sizes.width,
-        pairs="attention",
-        draft_vocab=plan.draft_vocab,
-        norms_features="each",
-    )
-    rotary = Rotary(sizes, *target_rope(target))
+    shape = trunk_shape(target, plan)
+    rotary = Rotary(shape.sizes, *target_rope(target))
     mask = mask_of(target)
     trunk = MaskTrunk(shape, rotary, own_embedding(target), own_head(target, tokens), mask, plan.depth, tokens)
     first_weights(trunk)

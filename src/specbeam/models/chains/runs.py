@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specbeam.core.compiling.copies import copy_numbers
-from specbeam.core.compiling.held import address_of_record, held_at
+from specbeam.core.compiling.held import held_at
 from specbeam.core.cycles import cycles
 from specbeam.core.forest import MOST_KEPT
 from specbeam.core.passes import (
@@ -13,6 +13,7 @@ from specbeam.core.passes import (
     PASSES,
     Asked,
     extend_all,
+    extend_alone,
     extend_ranked,
     has_room_for,
     rewind,
@@ -59,13 +60,7 @@ def write_job(job: Array, cache: ChainRun, wanted: Array) -> None:
     job[5] = len(wanted)
 
 
-@extend_ranked.of(ChainRun)
-@step
-def extend_chain_run(cache: ChainRun, tokens: Array, parents: Array, wanted: Array, keys: Array, whole: bool) -> Ranked:
-    """Score the forest of a single session; see `extend_ranked`."""
-    spent = np.zeros((1, 2), dtype=np.int64)
-    found = extend_chain_runs(cache, [address_of_record(cache)], [Asked(tokens, parents, wanted, keys)], whole, spent)
-    return found[0]
+extend_ranked.of(ChainRun)(extend_alone)
 
 
 @extend_all.of(ChainRun)
