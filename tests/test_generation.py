@@ -881,3 +881,17 @@ def test_return_sequences_that_fail_name_their_prompt(pair):
     with pytest.raises(errors.SomeFailed) as caught:
         sb.generate(pair, ["abc", "no"], "sampling", **options)
     assert [str(one).split(",")[0] for one in caught.value.failures] == ["prompt 0"] * 3 + ["prompt 1"] * 3
+
+
+def test_a_warning_points_at_the_caller(pair):
+    with pytest.warns(UserWarning, match="min_new_tokens=5 is more than") as found:
+        sb.generate(pair, "abc", "greedy", min_new_tokens=5, max_new_tokens=2)
+    assert {warning.filename for warning in found} == {__file__}
+
+
+def test_lines_of_an_open_file_are_prompts(pair, tmp_path):
+    (tmp_path / "two.txt").write_text("abc\nno\n")
+    with (tmp_path / "two.txt").open() as file:
+        found = sb.generate(pair, file, "greedy", max_new_tokens=2)
+    alone = sb.generate(pair, ["abc", "no"], "greedy", max_new_tokens=2)
+    assert [one.prompt for one in found] == [one.prompt for one in alone]

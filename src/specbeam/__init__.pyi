@@ -1,5 +1,6 @@
 """The public names, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
+from specbeam import errors as errors
 from specbeam.apps.search.lite import lite_search as lite_search
 from specbeam.apps.search.tree import SearchResult as SearchResult
 from specbeam.apps.speech.records import Segment as Segment

@@ -1,6 +1,5 @@
 """The functions that generate text: `generate`, `stream` and `turns_of`."""
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from specbeam.doors.request import Request
 from specbeam.doors.sources import as_prompts, source_length, sources_in
 from specbeam.doors.usual import usual_method
 from specbeam.engines.source import line_up, part
-from specbeam.errors import AuditWarning, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
+from specbeam.errors import AuditWarning, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers, warn
 from specbeam.models.pair import Pair, as_pair
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
@@ -296,13 +295,12 @@ def _warn_if_audit_failed(request: Request) -> None:
     """Issue an `AuditWarning` if the combined audit of all sessions is suspicious."""
     whole = sum((session.audit for session in request.sessions), Audit())
     if whole.suspicious:
-        warnings.warn(
+        warn(
             f"AUDIT FAILED: {request.method.name} did not have its declared law; please report this with the seed. "
             f"Evidence {whole.evidence:.3g} (a correct run reaches it with probability at most 1/{whole.evidence:.3g}); "
             f"z_accept {whole.z_accept:.1f} over {whole.trials} trials, z_logp {whole.z_logp:.1f} over {whole.draws} draws, "
             f"{whole.impossible} tokens of probability 0",
             AuditWarning,
-            stacklevel=3,
         )
 
 

@@ -3,7 +3,6 @@
 import math
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -15,7 +14,7 @@ from specbeam.core.compiling.interrupts import hold_interrupts
 from specbeam.core.draft.batch import close_drafters, fill_drafters, models_of
 from specbeam.core.draft.beams import NoDraft
 from specbeam.core.early_end import EarlyEnd
-from specbeam.core.errors import Cancelled, NotSupported, SpecbeamError
+from specbeam.core.errors import Cancelled, NotSupported, SpecbeamError, warn
 from specbeam.core.guard import ThreadGuard
 from specbeam.core.heap import HEAP
 from specbeam.core.lm import LM, check_gives, check_takes, fill_prompts
@@ -257,4 +256,4 @@ def _remember(session: Session) -> None:
     try:
         remember(session)
     except Exception as error:  # the text is complete, and the work of the other sessions must not be lost
-        warnings.warn(f"prompt {session.number}: the controller could not remember: {error!r}", stacklevel=2)
+        warn(f"prompt {session.number}: the controller could not remember: {error!r}")

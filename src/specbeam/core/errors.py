@@ -1,7 +1,12 @@
 """All errors that specbeam raises on purpose. Each message states what was found, what was expected and what to do."""
 
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
+from traceback import walk_stack
 from typing import Any
+
+_OURS = __name__.partition(".")[0]  # the package
 
 
 class SpecbeamError(Exception):
@@ -153,6 +158,15 @@ class SomeFailed(SpecbeamError):
         more = "" if len(self.failures) <= 3 else f"; and {len(self.failures) - 3} more"
         prompts = counted(len(self.failures), "prompt")
         super().__init__(f"{prompts} failed: {text}{more} ({counted(done, 'result')} in .generations)")
+
+
+def warn(text: str, kind: type[Warning] = UserWarning) -> None:
+    """Warn at the line outside of specbeam that called it, however deep the fault was found."""
+    outside = 1
+    for depth, (frame, _) in enumerate(walk_stack(sys._getframe()), 1):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == _OURS:
+            outside = depth + 1
+    warnings.warn(text, kind, stacklevel=outside)
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

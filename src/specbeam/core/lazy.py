@@ -40,7 +40,8 @@ def attached(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[]
         module, there = homes[name]
         with rarely_collected():
             home = import_module(module)
-            value = getattr(home, there) if hasattr(home, there) else import_module(f"{module}.{there}")
+            is_module = module == package or not hasattr(home, there)
+            value = import_module(f"{module}.{there}") if is_module else getattr(home, there)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -1,6 +1,5 @@
 """The table of engines, with the reasons why an engine cannot run a model, and the choice of "auto"."""
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specbeam.core.caches.folders import lend_folder
-from specbeam.core.errors import NotSupported, UnsupportedModel
+from specbeam.core.errors import NotSupported, UnsupportedModel, warn
 from specbeam.engines.choices import Rounding
 from specbeam.engines.cpu.cache_words import KVType
 from specbeam.engines.cpu.decoder import CompiledDecoder, misfit, misfit_of_bfloat16
@@ -299,7 +298,7 @@ def _gpu_passes(request: EngineRequest, rounded: bool = False) -> "GpuPasses | N
     try:
         passes.try_out()
     except Exception as error:  # Triton has no C compiler, does not know the GPU, ...
-        warnings.warn(f"the forward for GPUs cannot be used, as Triton does not work here: {error!r}", stacklevel=2)
+        warn(f"the forward for GPUs cannot be used, as Triton does not work here: {error!r}")
         return None
     return passes
 

@@ -5,7 +5,6 @@ Matrices in blocks stay as they are in the file, and the compiled forward packs 
 llama.cpp. Where the compiled forward does not run a model, its matrices are widened to floats.
 """
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specbeam.core.errors import BadCheckpoint, NotSupported, UnsupportedModel
+from specbeam.core.errors import BadCheckpoint, NotSupported, UnsupportedModel, warn
 from specbeam.engines import mapped
 from specbeam.engines.blocks import BLOCKS, BlockMatrix
 from specbeam.engines.cpu.decoder import misfit_of_shape
@@ -549,7 +548,7 @@ def _finish(model: Any, file: GgufFile, note: str) -> None:
     ends = [file.metadata.get(f"tokenizer.ggml.{key}") for key in _END_TOKENS]
     known = sorted({end for end in ends if isinstance(end, int)})
     if not known:
-        warnings.warn(f"{file.path} names no token that ends a text; give eos_token_id", stacklevel=2)
+        warn(f"{file.path} names no token that ends a text; give eos_token_id")
     model.generation_config = GenerationConfig(
         bos_token_id=model.config.bos_token_id,
         eos_token_id=(known[0] if len(known) == 1 else known) if known else None,

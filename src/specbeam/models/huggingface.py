@@ -1,7 +1,6 @@
 """SCORE: causal language models of transformers; one pass scores the forests of many sessions."""
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from jaxtyping import Int64
 
 from specbeam.core import compiling
 from specbeam.core.answers import LOGITS
-from specbeam.core.errors import NotSupported, UnsupportedModel
+from specbeam.core.errors import NotSupported, UnsupportedModel, warn
 from specbeam.core.forest import Forest
 from specbeam.core.guard import ThreadGuard
 from specbeam.core.lm import LM, checked_needs
@@ -275,7 +274,7 @@ class HuggingFaceLM:
             return why_plain
         if self.caches:
             return f"{why}, and the engine cannot change while texts are decoded"
-        warnings.warn(f"transformers' forward runs this {self.model_name} from now on: {why}", stacklevel=2)
+        warn(f"transformers' forward runs this {self.model_name} from now on: {why}")
         self.engine = "plain"
         self.runner = plain
         return ""

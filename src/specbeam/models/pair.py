@@ -1,7 +1,6 @@
 """`load`, and the pair of target and draft model with their tokenizer that it returns."""
 
 import reprlib
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from specbeam.core.arguments import refusing_unknown
-from specbeam.core.errors import BadSetting, NotSupported
+from specbeam.core.errors import BadSetting, NotSupported, warn
 from specbeam.core.garbage import rarely_collected
 from specbeam.core.lm import LM
 from specbeam.doors.progress import show_compilation
@@ -412,7 +411,7 @@ def load(
         is_plain = lm.engine == "plain" and (is_given or has_type)
         advice = advice_for_plain(lm.model, lm.engine, is_given) if is_plain else ""
         if advice:
-            warnings.warn(advice, stacklevel=3)  # the caller of `load`, which is decorated
+            warn(advice)  # the caller of `load`, which is decorated
     if compile and "torch" not in {lm.engine for lm in models}:
         raise BadSetting(
             "compile=True is for models that transformers runs, and specbeam's own forward runs these models; leave it out"

@@ -7,11 +7,12 @@ import atexit
 import os
 import shutil
 import stat
-import warnings
 from pathlib import Path
 from tempfile import mkdtemp
 
 from platformdirs import user_cache_path
+
+from specbeam.core.errors import warn
 
 VARIABLE = "SPECBEAM_CACHE"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -67,7 +68,7 @@ def warn_once(kind: str, text: str) -> None:
     """Warn, at most once per kind of warning in this process."""
     if kind not in _WARNED:
         _WARNED.add(kind)
-        warnings.warn(text, stacklevel=3)
+        warn(text)
 
 
 def distrust(status: os.stat_result) -> str:

@@ -3,11 +3,12 @@
 import functools
 import inspect
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
+
+from specbeam.core.errors import warn
 
 try:
     import numba
@@ -26,10 +27,9 @@ else:
         )
         from specbeam.core.compiling.ownership import StepCompiler
     except ImportError:
-        warnings.warn(
+        warn(
             f"numba {numba.__version__} is too old for specbeam's steps, which need 0.63 (pip install 'numba>=0.63'); "
             "Python runs their source, which is much slower",
-            stacklevel=2,
         )
         numba = None
 

@@ -1,8 +1,8 @@
 """DRAFT: drafts for all live sessions. Sessions that share a drafter are drafted together."""
 
-import warnings
 from typing import Any
 
+from specbeam.core.errors import warn
 from specbeam.core.forest import Forest
 from specbeam.core.lm import LM
 from specbeam.core.records import Shape
@@ -87,7 +87,7 @@ def close_drafters(sessions: list[Session]) -> None:
         try:
             close_drafter(session.parts.drafter, session)
         except Exception as error:  # the text is complete, and the work of the other sessions must not be lost
-            warnings.warn(f"prompt {session.number}: the drafter could not close: {error!r}", stacklevel=2)
+            warn(f"prompt {session.number}: the drafter could not close: {error!r}")
 
 
 def close_drafter(drafter: Drafter, session: Session) -> None:

@@ -1,7 +1,6 @@
 """Compilation of a form (JSON schema, regular expression or grammar) to a constraint, with all errors before decoding."""
 
 import threading
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from specbeam.doors.grammar.spelling import in_lines
 from specbeam.doors.grammar.with_llguidance import LLGuidance
 from specbeam.doors.grammar.with_xgrammar import XGrammar
 from specbeam.doors.options.checks import GRAMMAR_BACKENDS
-from specbeam.errors import BadSetting, MissingPackage, NotSupported
+from specbeam.errors import BadSetting, MissingPackage, NotSupported, warn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,7 +59,7 @@ def compiled(
         while len(known) > KEPT:
             known.popitem(last=False)
     for complaint in getattr(constraint, "complaints", ()):
-        warnings.warn(complaint, stacklevel=2)
+        warn(complaint)
     return constraint
 
 

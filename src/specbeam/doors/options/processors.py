@@ -1,7 +1,6 @@
 """The logits processors and warpers of the settings, in the order of transformers."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from specbeam.core.laws.ranking import Truncation
 from specbeam.doors.options.checks import as_list
 from specbeam.doors.options.table import OPTIONS, warper_names
-from specbeam.errors import BadSetting, NotSupported
+from specbeam.errors import BadSetting, NotSupported, warn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,9 +62,8 @@ def processors_of(settings: "Settings", text: TextFacts) -> list[Any]:
     for one in made:
         same = [another for another in given if type(another) is type(one) and isinstance(one, LogitsProcessor)]
         if same:
-            warnings.warn(
+            warn(
                 f"the {type(one).__name__} in logits_processor replaces the one of the options, as in transformers",
-                stacklevel=2,
             )
         merged.append(same[0] if same else one)
     return merged + [one for one in given if not any(one is another for another in merged)]

@@ -1,7 +1,6 @@
 """The checked options of a call, and the warp and limits made from them."""
 
 import json
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -23,7 +22,7 @@ from specbeam.doors.options.processors import (
     watermark_of,
 )
 from specbeam.doors.options.table import OPTIONS, checked_values, config_names, warper_names
-from specbeam.errors import BadPrompt, BadSetting, NotSupported, counted
+from specbeam.errors import BadPrompt, BadSetting, NotSupported, counted, warn
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -98,9 +97,8 @@ class Settings:
         least = settings.min_new_tokens
         most = settings.max_new_tokens
         if least is not None and most is not None and least > most:
-            warnings.warn(
+            warn(
                 f"min_new_tokens={least} is more than max_new_tokens={most}: every text has {counted(most, 'token')}",
-                stacklevel=2,
             )
         return settings
 
@@ -126,19 +124,17 @@ class Settings:
                 f"generation_config.json, or set pair.target_model.generation_config.{next(iter(found.refused))} = None"
             )
         if found.unknown:
-            warnings.warn(
+            warn(
                 f"the model's generation_config sets {', '.join(found.unknown)}, which neither transformers' generate nor "
                 "specbeam reads",
-                stacklevel=2,
             )
         taken = {name: value for name, value in found.settings.items() if draws or name not in drawing}
         missing = {name: value for name, value in taken.items() if getattr(self, name) is None}
         most = missing.get("max_new_tokens")
         if self.max_length is not None and most is not None:
-            warnings.warn(
+            warn(
                 f"max_length={self.max_length} is ignored, as in transformers, because the model's generation_config sets "
                 f"max_new_tokens={most}; give max_new_tokens",
-                stacklevel=2,
             )
         return self.changed(**missing)
 

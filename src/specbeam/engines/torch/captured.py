@@ -1,7 +1,6 @@
 """transformers' forward on a GPU as captured CUDA graphs, so that one launch starts all kernels of a pass."""
 
 import gc
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from specbeam.core.errors import warn
 from specbeam.engines.kv.masks import Mask
 
 if TYPE_CHECKING:
@@ -162,10 +162,9 @@ class CapturedForward:
             self.store.place = place
         self._fails = made is None
         if self._fails:
-            warnings.warn(
+            warn(
                 "the model's forward cannot be captured as a CUDA graph (it reads numbers on the host, or there is no "
                 "memory left); from now on its kernels are launched one by one, which is slower",
-                stacklevel=2,
             )
         return None if made is None else Captured(made[0], tokens, positions, slots, masks, made[1])
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from specbeam.core import delete_leftovers, write_whole
-from specbeam.errors import BadSetting, SpecbeamError
+from specbeam.errors import BadSetting, SpecbeamError, warn
 from specbeam.lab.train.trees import read_or_refuse
 
 OPTIONS = "options.json"
@@ -56,7 +55,7 @@ def _locked(folder: Path) -> Iterator[None]:
     except (PermissionError, NotADirectoryError):
         raise
     except (OSError, NotImplementedError) as error:  # some network disks have no locks
-        warnings.warn(f"{folder} cannot be locked ({error}); make sure that no other process works in it", stacklevel=4)
+        warn(f"{folder} cannot be locked ({error}); make sure that no other process works in it")
     try:
         yield
     finally:

@@ -1,6 +1,5 @@
 """Training data: trees that the target drew below prompts, with some prompts held out."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 
 from specbeam import Pair
 from specbeam.core import weights_key
-from specbeam.errors import BadPrompt, BadSetting
+from specbeam.errors import BadPrompt, BadSetting, warn
 from specbeam.lab.train.drawing import DrawPlan, Prompt, draw_files, drawn_trees
 from specbeam.lab.train.folders import digest, keep_options, prefixed, work_folder
 from specbeam.lab.train.trees import Trees
@@ -86,10 +85,9 @@ def warn_of_rounding(pair: Pair) -> None:
     """Warn if the target runs with rounded weights, which training does not read."""
     engine = pair.forgetful_target.engine
     if engine in OWN_ROUNDINGS:
-        warnings.warn(
+        warn(
             f"the target runs with weights rounded to {engine}, but training uses the unrounded weights, so drafts may fit "
             "worse; load the target without quantize to train for the unrounded model",
-            stacklevel=3,
         )
 
 

@@ -6,7 +6,6 @@ Greedy texts would not do: small models repeat themselves in them, and any head 
 """
 
 import itertools
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from specbeam.core.errors import warn
 from specbeam.core.forest import Forest
 from specbeam.core.records import FINAL, Needs
 from specbeam.models.heads.head import Head
@@ -185,13 +185,12 @@ def probed(head: Head, target: HuggingFaceLM, texts: TextStarts) -> Probed:
             break
         found, best, changes = other, fit, (*changes, name)
     if changes:
-        warnings.warn(
+        warn(
             f"the head is read with {', '.join(changes)}, against its files: its overlap with the target's law is "
             f"then {best.score:.2f} instead of {documented.score:.2f}",
-            stacklevel=2,
         )
     elif best.score < POOR:
-        warnings.warn(hardly_fits(best), stacklevel=2)
+        warn(hardly_fits(best))
     return Probed(found, documented, best, changes, tried)
 
 

@@ -1,13 +1,12 @@
 """Loading of tokenizers from files, hub ids or the folder of a model object."""
 
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.core.errors import MissingFile, MissingPackage
+from specbeam.core.errors import MissingFile, MissingPackage, warn
 from specbeam.models.adapters import adapter_at
 from specbeam.models.checkpoints.boundary import beginning, json_object, reading
 from specbeam.models.checkpoints.folders import BUNDLED, gguf_in
@@ -84,10 +83,9 @@ def _tokenizer_of_gguf(file: Path) -> "PreTrainedTokenizerBase | None":
     from transformers import PreTrainedTokenizerFast
 
     if _WORDS_OF_GGUF not in read_header(file).metadata:
-        warnings.warn(
+        warn(
             f"{file} holds no tokenizer; the model is loaded without one, for prompts of token ids; for prompts of text, "
             "use load(tokenizer=...)",
-            stacklevel=4,
         )
         return None
     with reading(f"could not make a tokenizer of {file}", MissingFile, "; give load(tokenizer=...)"):
@@ -122,11 +120,10 @@ def _has_words(tokenizer: Any, name: str) -> bool:
     """
     if len(tokenizer) > _FEW or not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         return True
-    warnings.warn(
+    warn(
         f"the tokenizer of {name} has no words, only {', '.join(tokenizer.all_special_tokens)}: its tokenizer.json (or "
         "vocab.json with merges.txt, or tokenizer.model) is missing or empty. The model is loaded without a tokenizer, for "
         "prompts of token ids; for prompts of text, use load(tokenizer=...)",
-        stacklevel=4,
     )
     return False
 

@@ -1,6 +1,5 @@
 """Comparison of the draft's tokens with the target's, by their tokenizers."""
 
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool
 
-from specbeam.core.errors import SpecbeamError, VocabularyMismatch
+from specbeam.core.errors import SpecbeamError, VocabularyMismatch, warn
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.shared_tokens import SharedTokens
 from specbeam.models.checkpoints.folders import BUNDLED
@@ -99,7 +98,7 @@ def tokens_in_common(
         known = OnModel(key, _compared(target, draft, tokenizer, target_source, draft_source))
         object.__setattr__(draft, "_specbeam_compared", known)
     if known.found.warning:
-        warnings.warn(known.found.warning, stacklevel=4)  # points at the caller of `load`
+        warn(known.found.warning)  # points at the caller of `load`
     return known.found.shared
 
 

@@ -1,14 +1,13 @@
 """Reading and writing of the folder of a trained memory: its plan, its weights, and the model it was trained with."""
 
 import json
-import warnings
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.core.errors import BadHead, BadSetting, MissingFile
+from specbeam.core.errors import BadHead, BadSetting, MissingFile, warn
 from specbeam.core.measure.saved_figures import weights_key
 from specbeam.core.whole_files import write_whole
 from specbeam.models.checkpoints.boundary import json_object
@@ -108,10 +107,9 @@ def read_memory(folder: "str | Path") -> tuple[MemoryPlan, Recall, str | None]:
 def warn_of_other_model(folder: "str | Path", key: str | None, model: "PreTrainedModel") -> None:
     """Warn if a memory was trained with a model of other weights; only models in float32 can be compared."""
     if key is not None and model.dtype == torch.float32 and key != weights_key(model):
-        warnings.warn(
+        warn(
             f"{folder} was trained with other weights than this {type(model).__name__} has: texts have the law of this "
             "model with this memory, and recalled memories may be noise",
-            stacklevel=4,
         )
 
 
