@@ -588,7 +588,8 @@ def test_a_file_of_the_command_line_holds_texts_ids_and_chats(talking, tmp_path)
     from specbeam.doors.cli.common import as_json
     from specbeam.doors.cli.generate import _prompt_of, placed_prompts
 
-    lines = [" ", {"prompt": "ab"}, {"input_ids": [0, 4, 5]}, {"prompt_token_ids": [0, 4, 5]}, {"messages": CHAT}]
+    forms = ({"input_ids": [0, 4, 5]}, {"prompt_token_ids": [0, 4, 5]}, {"prompt": [0, 4, 5]})
+    lines = [" ", {"prompt": "ab"}, *forms, {"messages": CHAT}, {"prompt": CHAT}]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found, unreadable, _ = placed_prompts([], [file], _prompt_of)
@@ -596,11 +597,11 @@ def test_a_file_of_the_command_line_holds_texts_ids_and_chats(talking, tmp_path)
     answers = sb.generate(talking, [one.text for one in found], sb.greedy(), max_new_tokens=1)
     ids = [one.prompt for one in answers]
     chat = as_transformers(talking.tokenizer, CHAT)
-    assert ids == [talking.tokenizer(" ")["input_ids"], [0, 4, 5], [0, 4, 5], [0, 4, 5], chat]
+    assert ids == [talking.tokenizer(" ")["input_ids"], *[[0, 4, 5]] * 4, chat, chat]
     written = [
         json.loads(as_json(n, one.text, answer)) for n, (one, answer) in enumerate(zip(found, answers, strict=True))
     ]
-    assert [record["prompt"] for record in written] == [" ", "ab", [0, 4, 5], [0, 4, 5], chat]
+    assert [record["prompt"] for record in written] == [" ", "ab", *[[0, 4, 5]] * 3, chat, chat]
 
 
 @pytest.fixture

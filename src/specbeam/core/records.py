@@ -317,7 +317,7 @@ class Report:
     draft_passes: int = 0  # one per layer of a draft; one for all layers if a head drafts them in one pass
     accepted: int = 0  # number of layers (with one beam: tokens) that came from drafts
     widths: list[int] = field(default_factory=list)  # number of beams that each step drew, including those that ended
-    seconds: float = 0.0
+    seconds: float = 0.0  # from the first turn to the last; prompts of a batch take it together, so these overlap
     joules: float | None = None  # None without a counter, or if the run is too short for a GPU's counter
     peak_kv_tokens: int = 0  # largest number of tokens stored at once in the target's KV cache
     audit: Audit | None = None  # only if audited

@@ -41,6 +41,7 @@ from specbeam.doors.places import DAMAGE as DAMAGE
 from specbeam.doors.places import OPENERS as OPENERS
 from specbeam.doors.places import require_file as require_file
 from specbeam.doors.places import require_place as require_place
+from specbeam.doors.places import suffix_of as suffix_of
 from specbeam.doors.places import text_of as text_of
 from specbeam.doors.places import write_output as write_output
 from specbeam.doors.places import writing as writing

@@ -7,9 +7,11 @@
 | an encoding: a mapping with `input_ids`, such as a `BatchEncoding`, or one of `tokenizers` | one per row, without padding |
 | an array or tensor of integers with two dimensions | one per row, without padding |
 | a row of a data set: a mapping with "text", "prompt", "messages" or "prompt_token_ids" | those of the value |
+| an open text file | one per line |
 | a table, a column, or any other ordered iterable | one per element, each in one of these forms |
 """
 
+import io
 import reprlib
 from collections import deque
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, Set
@@ -80,6 +82,8 @@ def prompts_in(given: Any, name: str = "prompts") -> list[Any]:
     """
     if isinstance(given, (str, EncodedPrompt, Conversation)):
         return [given]
+    if isinstance(given, io.TextIOBase):
+        return [line.removesuffix("\n") for line in given]
     if isinstance(given, Encoding):
         by_token = {"attention_mask": given.attention_mask, "token_type_ids": given.type_ids}
         return [EncodedPrompt(given.ids, by_token)]

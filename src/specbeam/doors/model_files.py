@@ -14,18 +14,9 @@ from specbeam.models.checkpoints.folders import ADAPTER, CONFIG, checked_folder,
 SHOWN = 8  # languages named in an error
 # English names of languages by their own names, where these are far from them, or near another one.
 _OWN_NAMES = {
-    "deutsch": "german",
-    "español": "spanish",
-    "français": "french",
-    "nederlands": "dutch",
-    "suomi": "finnish",
-    "svenska": "swedish",
-    "türkçe": "turkish",
-    "русский": "russian",
-    "中文": "chinese",
-    "日本語": "japanese",
-    "한국어": "korean",
-}
+    "deutsch": "german", "español": "spanish", "français": "french", "nederlands": "dutch", "suomi": "finnish",
+    "svenska": "swedish", "türkçe": "turkish", "русский": "russian", "中文": "chinese", "日本語": "japanese",
+}  # fmt: skip
 MEMORY = "memory.json"  # in folders of `specbeam train hmt`
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SERVED = re.compile(

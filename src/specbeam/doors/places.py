@@ -11,11 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.core.whole_files import write_whole
-from specbeam.errors import BadPrompt, CannotWrite, MissingFile, SpecbeamError
+from specbeam.errors import BadPrompt, BadSetting, CannotWrite, MissingFile, SpecbeamError
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 # Errors of compressed files that are truncated, damaged, or not compressed.
 DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError)
+
+
+def suffix_of(path: Path) -> str:
+    """Return the suffix of a file's name that tells its content: without that of a compression."""
+    return path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
+
+
+def require_suffix(path: Path, *suffixes: str) -> None:
+    """Raise `BadSetting` unless the name of an output file ends in one of the suffixes of its content."""
+    if path.suffix.lower() not in suffixes:
+        raise BadSetting(
+            f"{path} would hold {suffixes[0][1:].upper()}; give a name that ends in {' or '.join(suffixes)}"
+        )
 
 
 def require_file(path: Path, wanted: str = "give the name of a file") -> None:

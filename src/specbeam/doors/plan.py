@@ -364,7 +364,7 @@ def check_fit(method: Method, settings: Settings) -> None:
     if method.beams > 1 and settings.num_return_sequences > method.beams:
         raise BadSetting(
             f"num_return_sequences is {settings.num_return_sequences}, but {method.name} keeps {method.beams} beams; "
-            f"give the method beams={settings.num_return_sequences}"
+            f"set the method's beams={settings.num_return_sequences}"
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbeam.doors.places import DAMAGE, OPENERS, require_file
+from specbeam.doors.places import DAMAGE, OPENERS, require_file, suffix_of
 from specbeam.errors import BadPrompt, MissingPackage, counted
 
 # name of a data set -> (hub id, configuration, split)
@@ -75,8 +75,7 @@ def require_source(source: str) -> bool:
 
 def require_lines(path: Path) -> None:
     """Raise `BadPrompt` for a file whose suffix says that its lines are no prompts."""
-    kind = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
-    if kind in TABLES:
+    if suffix_of(path) in TABLES:
         raise BadPrompt(
             f"{path} has no prompt per line; give a text, .tsv or .jsonl, or decode the table by: specbeam batch "
             f"{path.name} OUT"
@@ -93,9 +92,8 @@ def _rows(source: str, columns: tuple[int, int]) -> Iterator[PromptRow | None]:
 def _rows_of_file(path: Path, columns: tuple[int, int]) -> Iterator[PromptRow | None]:
     """Yield the row of each line; None for a blank line."""
     require_lines(path)
-    packed = OPENERS.get(path.suffix)
-    kind = path.with_suffix("").suffix if packed else path.suffix
-    with (packed or open)(path, "rb") as file:
+    kind = suffix_of(path)
+    with OPENERS.get(path.suffix, open)(path, "rb") as file:
         number = 0
         try:
             for line in io.BufferedReader(file):
@@ -121,12 +119,19 @@ def _row_of_line(text: str, kind: str, columns: tuple[int, int]) -> PromptRow:
     return PromptRow(text)
 
 
-def _first_text(prompt: Any) -> str:
-    """Return a prompt, or the first one of a list. Raises `ValueError` if it is no text."""
-    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
-    if not isinstance(first, str):
-        raise ValueError(f"the prompt must be a text, and is {first!r} of type {type(first).__name__}")
-    return first
+def _text(prompt: Any, is_first_of_turns: bool = False) -> str:
+    """Return a prompt. Raises `ValueError` if it is no text.
+
+    Args:
+        is_first_of_turns: whether a list holds the turns of a user, of which the first one is the prompt.
+    """
+    if isinstance(prompt, list) and prompt and (is_first_of_turns or len(prompt) == 1):
+        (prompt, *_) = prompt
+    if isinstance(prompt, list):
+        raise ValueError(f"the prompt is a list of {len(prompt)}; write each prompt in a line of its own")
+    if not isinstance(prompt, str):
+        raise ValueError(f"the prompt must be a text, and is {prompt!r} of type {type(prompt).__name__}")
+    return prompt
 
 
 def of_record(record: Any) -> PromptRow:
@@ -137,17 +142,20 @@ def of_record(record: Any) -> PromptRow:
     if isinstance(record, str):
         return PromptRow(record)
     if "turns" in record:
-        return PromptRow(_first_text(record["turns"]))
+        return PromptRow(_text(record["turns"], is_first_of_turns=True))
     if "prompt" in record:
         answer = record.get("canonical_solution", record.get("reference", record.get("answer")))
-        return PromptRow(_first_text(record["prompt"]), answer if isinstance(answer, str) else None)
+        is_of_mt_bench = "prompt_id" in record
+        return PromptRow(_text(record["prompt"], is_of_mt_bench), answer if isinstance(answer, str) else None)
     if "context" in record and "question" in record:
         return PromptRow(
             f"{record['context']}\n\n{record['question']}\n", _first(record.get("answers", record.get("answer")))
         )
     if "question" in record:
-        return PromptRow(_first_text(record["question"]), _first(record.get("query", record.get("answer"))))
-    raise KeyError("the record has none of turns, prompt, question")
+        return PromptRow(_text(record["question"]), _first(record.get("query", record.get("answer"))))
+    if "text" in record:
+        return PromptRow(_text(record["text"]))
+    raise KeyError("the record has none of turns, prompt, question, text")
 
 
 def _first(answer: Any) -> str | None:

@@ -13,7 +13,7 @@ import numpy as np
 from specbeam.core.records import Turn
 from specbeam.core.session import Session
 from specbeam.doors.grammar.spelling import text_of_tokens
-from specbeam.doors.places import write_output
+from specbeam.doors.places import require_suffix, write_output
 from specbeam.doors.render import Leaf, Words, picture
 
 VIEWER = Path(__file__).parent / "viewer"
@@ -58,7 +58,8 @@ class Trace:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the page with the forest to a file."""
+        """Write the page with the forest to a file, whose name must end in .html. Raises `BadSetting` for another name."""
+        require_suffix(Path(path), ".html", ".htm")
         write_output(Path(path), self.to_html())
 
     def _repr_html_(self) -> str:

@@ -113,7 +113,7 @@ def test_best_names_each_of_several_prompts(models, tmp_path):
 
 
 def test_an_unreadable_line_is_named_and_the_rest_done(models, tmp_path):
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "one"}\n{"prompt": \n{"text": "no"}\n{"prompt": "two"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "one"}\n{"prompt": \n{"id": "no"}\n{"prompt": "two"}\n')
     code, out, err = specbeam(
         "generate", "-f", str(tmp_path / "bad.jsonl"), *models, "--max-new-tokens", "3", "--seed", "1"
     )
@@ -123,6 +123,34 @@ def test_an_unreadable_line_is_named_and_the_rest_done(models, tmp_path):
     assert "line 3: expected" in err
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_no_prompt_of_a_list_is_left_out(models, tmp_path, suffix):
+    lines = [{"text": "abc"}, {"prompt": ["abc", "Hello"]}, {"prompt": [5, 6]}, {"prompt": ["no"]}]
+    file = tmp_path / f"some{suffix}"
+    with (gzip.open if suffix.endswith(".gz") else open)(file, "wt") as opened:
+        opened.writelines(json.dumps(line) + "\n" for line in lines)
+    code, out, err = specbeam("generate", "-f", str(file), *models, "--json", "--max-new-tokens", "2")
+    assert code == 1
+    assert "line 2: the prompt is a list of 2; write each prompt in a line of its own" in err
+    found = {one["index"]: one["prompt"] for one in map(json.loads, out.splitlines())}
+    assert found == {0: "abc", 2: [5, 6], 3: "no"}
+
+
+def test_lines_of_answers_that_are_no_answers_are_said(models):
+    options = [*models, "--regex", "a\nb"]
+    code, out, err = specbeam("generate", "abc", "no", *options)
+    assert (code, out) == (0, "a\nb\na\nb\n")
+    assert err.count("note: answers have line breaks") == 1
+    code, out, err = specbeam("generate", "abc", *options)
+    assert (code, out, err) == (0, "a\nb\n", "")
+
+
+def test_a_constraint_that_was_cut_off_is_said(models):
+    code, _, err = specbeam("generate", "abc", *models, "--regex", "yesyesyes", "--max-new-tokens", "2")
+    assert code == 0
+    assert "note: 1 answer reached --max-new-tokens before the end of the constraint" in err
+
+
 def test_a_bad_prompt_costs_itself_only(models, tmp_path):
     (tmp_path / "long.txt").write_text("good\n" + "x" * 400 + "\nfine\n")
     code, out, err = specbeam(
@@ -130,7 +158,7 @@ def test_a_bad_prompt_costs_itself_only(models, tmp_path):
     )
     assert code == 1
     assert [bool(line) for line in out.split("\n")] == [True, False, True, False]
-    assert "line 2" in err
+    assert "long.txt, line 2 has 400 tokens" in err
     assert "positions" in err
 
 
@@ -302,9 +330,6 @@ def test_diff_compares_with_transformers(models):
     assert {one["prompt"] for one in records} == {0, 1}
     assert all(one["difference"] is None for one in records)
     assert all(len(one["options"]) > 3 for one in records)
-    code, out, err = specbeam("diff", models[1], "--prompt", "abc", "--beams", "2", "--every-option")  # its older name
-    assert code == 0, err
-    assert out.startswith(f"beam_search: {len(records)} of {len(records)} runs give the same 2 beams")
     code, out, err = specbeam("evaluate", "diff", *models[:2], *prompts, "--prompt", "a" * 300)
     assert code == 1, err
     assert "argument 3, beam_search: prompt 0 has 300 tokens" in out
@@ -427,7 +452,7 @@ def test_answers_that_are_missing_cost_nothing_else(models):
     code, out, err = specbeam(*arguments, "--num-return-sequences", "4", "--regex", "yes|no")
     assert code == 1
     assert sorted(out.split()) == ["no", "yes"]
-    assert "prompt 0 has 2 answers, num_return_sequences is 4" in err
+    assert "argument 1 has 2 answers, num_return_sequences is 4" in err
 
 
 def test_tune_shows_between_what_controllers_choose(models, monkeypatch):

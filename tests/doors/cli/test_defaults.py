@@ -39,6 +39,7 @@ def test_commands_of_groups_have_tables_inside(write):
     [
         ("[generat]\nmodel = 1\n", "[generat] is not a command (did you mean generate?)"),
         ("generate = 3\n", "[generate] is not a table, but 3"),
+        ("seed = 1\n", "seed = 1 is in no table of a command; write it below a line such as [generate]"),
         ("[bench]\nspeed = 3\n", "[bench.speed] is not a table, but 3"),
         ("[generate]\ntemprature = 1\n", "[generate] has no option temprature (did you mean temperature?)"),
         ("[generate\n", "is no TOML file"),
@@ -77,6 +78,13 @@ def test_quiet_and_verbose(monkeypatch):
         assert logging.getLogger("specbeam").isEnabledFor(logging.INFO)
     finally:
         logging.getLogger("specbeam").setLevel(level)
+
+
+@pytest.mark.parametrize("option", ["-q", "--verbose"])
+def test_an_option_of_the_program_after_the_command_is_shown_its_place(option):
+    code, _, err = specbeam("methods", option)
+    assert code == 2
+    assert f"it stands before the command: specbeam {option} methods ..." in " ".join(err.replace("│", " ").split())
 
 
 def test_a_shell_can_complete_names():

@@ -23,7 +23,6 @@ READING = {
     "inspect": ["inspect", "-f", "FILE"],
     "chat": ["chat", "--chat-template", "FILE"],
     "tune": ["tune", "-f", "FILE"],
-    "diff": ["diff", "-f", "FILE"],
     "evaluate same-beams": ["evaluate", "same-beams", "-f", "FILE"],
     "evaluate diff": ["evaluate", "diff", "-f", "FILE"],
     "evaluate perplexity": ["evaluate", "perplexity", "FILE"],

@@ -1,6 +1,5 @@
 """What the benchmarks measure is what they say."""
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,6 @@ from specbeam.errors import BadPrompt
 from specbeam.generation import turns_of
 from specbeam.lab.bench.acceptance import acceptance
 from specbeam.lab.bench.efficiency import as_markdown, contenders, efficiency, halves, of_paper, plot
-from specbeam.lab.bench.head_cost import head_cost
 from specbeam.lab.train.eagle3 import new_eagle3
 from specbeam.lab.train.plan import planned
 from specbeam.models.heads.lm import TrunkLM
@@ -128,13 +126,3 @@ def test_each_recipe_for_heads_has_a_shape_in_the_budget(make):
     assert set(shapes) == {name}
     assert [shape().name for shape in shapes[name].values()] == [name]
     assert of_paper("", 10) == {}
-
-
-def test_what_a_pass_of_a_head_costs_is_said(with_head):
-    said = head_cost(with_head)
-    assert re.fullmatch(
-        r"A pass over 1, 8, 32 rows takes [\d.]+, [\d.]+, [\d.]+ ms with the head \(torch\), "
-        r"[\d.]+, [\d.]+, [\d.]+ ms with the target \(\w+\)",
-        said,
-    )
-    assert head_cost(words.pair()) == ""

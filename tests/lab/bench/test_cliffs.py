@@ -214,7 +214,7 @@ def test_the_tables_show_figures_flags_and_reasons():
 def test_the_command_measures_and_writes(tmp_path):
     target, draft = words.saved(tmp_path)
     asked = ["bench", "cliffs", "-m", target, "-d", draft, "--methods", "sampling, dsbd width=dynamic"]
-    asked += ["--options", "none,stream", "--batch-sizes", "1,2", "--prompts", "trained,random", "--rows", "2"]
+    asked += ["--options", "none,stream", "--batch-sizes", "1,2", "--kinds", "trained,random", "--rows", "2"]
     asked += ["--repeats", "1", "--max-new-tokens", "4"]
     code, out, err = specbeam(*asked, "--markdown", str(tmp_path / "x.md"), "--json", str(tmp_path / "x.jsonl"))
     assert code == 0, err
@@ -234,7 +234,7 @@ def test_the_command_measures_and_writes(tmp_path):
     [
         (["--methods", "sampling,magic"], "--methods is 'magic'; it must be one of sampling"),
         (["--options", "top_q"], "--options is 'top_q'; it must be one of none"),
-        (["--prompts", "nice"], "--kinds is 'nice'; it must be one of trained, random"),
+        (["--kinds", "nice"], "--kinds is 'nice'; it must be one of trained, random"),
         (["--batch-sizes", "1,many"], "--batch-sizes is '1,many'; it must be numbers of at least 1, like 1,4,16"),
         (["--batch-sizes", "0"], "--batch-sizes is '0'; it must be numbers of at least 1, like 1,4,16"),
         (["--repeats", "0"], "Invalid value for '--repeats'"),

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specbeam.doors import DAMAGE, OPENERS, as_json, require_file, require_place
+from specbeam.doors import DAMAGE, OPENERS, as_json, require_file, require_place, suffix_of
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
 
 KINDS = (".jsonl", ".csv", ".parquet")
@@ -26,7 +26,7 @@ class TableRow(NamedTuple):
 
 def kind_of(path: Path, kinds: tuple[str, ...] = KINDS) -> str:
     """Return the type of table in a file, one of `kinds`, by its suffix. Raises `BadSetting` for another suffix."""
-    kind = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
+    kind = suffix_of(path)
     if kind not in kinds or (kind == ".parquet" and path.suffix in OPENERS):
         raise BadSetting(f"{path} is not a known type of table; its name must end in {', '.join(kinds)}, or .jsonl.gz")
     if kind == ".parquet":

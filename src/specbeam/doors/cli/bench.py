@@ -90,7 +90,6 @@ def efficiency(given: EfficiencyArguments) -> int:
     from specbeam.doors.cli.screen import show_result, working
     from specbeam.lab.bench.efficiency import as_markdown, halves, plot
     from specbeam.lab.bench.efficiency import efficiency as measure
-    from specbeam.lab.bench.head_cost import head_cost
 
     reported, choosing = halves(spread(texts, 2 * given.rows))
     pair = quiet_load(**given.pair)
@@ -104,8 +103,6 @@ def efficiency(given: EfficiencyArguments) -> int:
         print_records(cells)
     else:
         print_report(as_markdown(cells))
-        if cost := head_cost(pair):
-            print(f"\n{cost}.")
     if given.plot is not None:
         plot(cells, given.plot)
     return 0

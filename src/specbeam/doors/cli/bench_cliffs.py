@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specbeam.doors.cli.common import demo_sentences, in_one_line
-from specbeam.doors.cli.options import Grow, NewTokens, PairArguments, Rounds, Threads, file_to_write
+from specbeam.doors.cli.options import Grow, NewTokens, PairArguments, Rounds, file_to_write
 from specbeam.doors.cli.reports import print_report
 from specbeam.doors.places import write_output
 from specbeam.doors.plain import as_json
@@ -39,14 +39,12 @@ class CliffsArguments(PairArguments):
             help="Kinds of prompts, separated by commas: trained (the demo's sentences) and random (24 random tokens)."
         ),
     ] = "trained"
-    older: Annotated[str | None, typer.Option("--prompts", hidden=True, help="The same as --kinds.")] = None
     rows: Annotated[
         int, typer.Option(min=1, help="Minimum number of prompts per round, rounded up to full batches.")
     ] = 2
     repeats: Rounds = 3
     max_new_tokens: NewTokens = 24
     grow: Grow = None
-    threads: Threads = None
     markdown: Annotated[Path | None, file_to_write("Also write the Markdown page to this file.")] = None
     json: Annotated[Path | None, file_to_write("Also write a JSON line per cell to this file.")] = None
 
@@ -57,7 +55,7 @@ def cliffs(given: CliffsArguments) -> int:
         "methods": _words("--methods", given.methods, list(CLIFF_METHODS)),
         "options": _words("--options", given.options, CLIFF_OPTIONS),
         "batch_sizes": _sizes(given.batch_sizes),
-        "kinds": _words("--kinds", given.older or given.kinds, CLIFF_KINDS),
+        "kinds": _words("--kinds", given.kinds, CLIFF_KINDS),
     }
     from specbeam.doors.cli.screen import progress_bar
     from specbeam.doors.cli.widening import GrownSizes, grown_pair

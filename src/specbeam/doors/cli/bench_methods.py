@@ -26,9 +26,6 @@ def _require_tsv(file: Path) -> None:
 class MethodsBenchArguments(PairArguments):
     """Arguments of the command."""
 
-    older: Annotated[
-        list[Path], typer.Argument(hidden=True, help="The same as --file.", callback=checked(_require_tsv))
-    ] = []
     file: Annotated[
         list[Path],
         typer.Option(
@@ -69,9 +66,8 @@ def methods(given: MethodsBenchArguments) -> int:
     from specbeam.lab.bench.provenance import provenance
     from specbeam.lab.evaluate.task import check_bleu
 
-    files = [*given.older, *given.file]
-    _check(given, files)
-    tasks = tasks_of(files, given.metric or "BLEU") or bundled_tasks()
+    _check(given)
+    tasks = tasks_of(given.file, given.metric or "BLEU") or bundled_tasks()
     if any(task.metric == "BLEU" for task in tasks):
         check_bleu()
     compared = contenders(given.beams, given.depth, given.threshold)
@@ -98,9 +94,9 @@ def methods(given: MethodsBenchArguments) -> int:
     return 0
 
 
-def _check(given: MethodsBenchArguments, files: list[Path]) -> None:
+def _check(given: MethodsBenchArguments) -> None:
     """Raise `BadSetting` for options that are wrong or contradict each other."""
-    if given.metric is not None and not files:
+    if given.metric is not None and not given.file:
         raise BadSetting(
             "--metric is for --file, and the bundled tasks have their own metrics; give --file or leave --metric out"
         )

@@ -18,7 +18,6 @@ from specbeam.doors.cli.options import (
     QuantizeTarget,
     Seed,
     SpacedRows,
-    Threads,
     checked,
     files_to_read,
     folder_to_write,
@@ -103,7 +102,6 @@ class PaperArguments(PairArguments):
     ] = None
     rows: SpacedRows = 100
     seed: Seed = 0
-    threads: Threads = None
     out: Annotated[
         Path | None,
         folder_to_write(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.common import ProgressBar, check_has_head, in_one_line, method_from, print_json, quiet_load
-from specbeam.doors.cli.options import Json, NewTokens, PairArguments, Seed, Threads, checked, folder_to_write
+from specbeam.doors.cli.options import Json, NewTokens, PairArguments, Seed, checked, folder_to_write
 from specbeam.doors.method_names import settings_in
 from specbeam.doors.places import require_file, writing
 from specbeam.errors import BadSetting
@@ -41,7 +41,6 @@ class SpecBenchArguments(PairArguments):
     max_new_tokens: NewTokens = 1024
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0: greedy, as in Spec-Bench.")] = 0.0
     seed: Seed = 0
-    threads: Threads = None
     processor_time: Annotated[
         bool, typer.Option("--processor-time", help="Measure CPU time instead of elapsed time, for a busy machine.")
     ] = False

@@ -2,7 +2,6 @@
 
 import shlex
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,10 +22,8 @@ from specbeam.doors.cli.options import (
     QuantizeTarget,
     Rounds,
     SpacedRows,
-    Threads,
     checked,
     parameters,
-    prompt_files,
 )
 from specbeam.doors.cli.reports import print_report
 from specbeam.doors.method_names import settings_in
@@ -89,7 +86,6 @@ class SpeedArguments(PairArguments):
     ] = []
     prompt: PromptTexts = []
     file: PromptFiles = []
-    older: Annotated[list[Path], prompt_files("The same as --file.", "--prompts", hidden=True)] = []
     columns: Annotated[
         tuple[int, int], typer.Option(help="Columns of prompt and answer in a .tsv, counted from 1.")
     ] = (1, 2)
@@ -111,7 +107,6 @@ class SpeedArguments(PairArguments):
         list[int], typer.Option(min=1, help="Number of prompts decoded together. May be given several times.")
     ] = [1]
     repeats: Rounds = 7
-    threads: Threads = None
     options: dict[str, Any] = generation(without=NOT_COMPARED, max_new_tokens=64)
     plot: Plot = None
     json: Json = False
@@ -160,7 +155,7 @@ def _pair(given: SpeedArguments) -> "Pair":
 
 def _prompts(given: SpeedArguments) -> list[PromptRow]:
     """Return the prompts of the command line and of files."""
-    files = [*given.older, *given.file]
+    files = given.file
     return [*map(PromptRow, given.prompt), *(row for file in files for row in read(str(file), None, given.columns))]
 
 
@@ -177,7 +172,6 @@ def _check_sources(pair: "Pair", found: list[PromptRow]) -> None:
 
 def _show(given: SpeedArguments, pair: "Pair", tables: list[Any]) -> None:
     """Print and plot the measurements."""
-    from specbeam.lab.bench.head_cost import head_cost
     from specbeam.lab.bench.provenance import provenance
     from specbeam.lab.bench.speed_report import as_markdown, plot
 
@@ -193,8 +187,6 @@ def _show(given: SpeedArguments, pair: "Pair", tables: list[Any]) -> None:
             end="",
         )
         print(in_one_line(origin))
-        if cost := head_cost(pair):
-            print(f"{cost}.")
     if given.plot is not None:
         plot([line for table in tables for line in table], given.plot)
 

@@ -58,6 +58,11 @@ def _of_group(found: Mapping[str, Any], group: Any, place: Path, path: tuple[str
     for name, table in found.items():
         command = group.commands.get(name)
         inside = (*path, name)
+        if command is None and not isinstance(table, dict):
+            above = ".".join(path) or "generate"
+            raise BadSetting(
+                f"{place}: {name} = {table!r} is in no table of a command; write it below a line such as [{above}]"
+            )
         title = f"[{'.'.join(inside)}]"
         if command is None:
             raise BadSetting(f"{place}: {title} is not a command{hint(name, group.commands)}")

@@ -10,8 +10,7 @@ import typer
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.common import bundled_rows, print_records, quiet_load
 from specbeam.doors.cli.demo_grown import WEIGHTS
-from specbeam.doors.cli.options import Json, checked, parameters
-from specbeam.errors import MissingFile
+from specbeam.doors.cli.options import Json, Threads, checked, parameters
 
 if TYPE_CHECKING:
     from specbeam.core.records import Generation
@@ -35,6 +34,7 @@ class DemoArguments(Record):
     ] = WEIGHTS
     beams: Annotated[int, typer.Option(min=1, help="Number of beams for beam sampling and DSBD.")] = 4
     seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0
+    threads: Threads = None
     json: Json = False
 
 
@@ -43,7 +43,7 @@ class DemoLine:
     """The figures of one method, a row of the table."""
 
     method: str
-    bleu: float  # 0 to 100
+    bleu: float | None  # 0 to 100; None without sacrebleu
     words_right: float  # share of the words with correct sounds
     target_passes_per_token: float
     tokens_per_second: float
@@ -72,10 +72,6 @@ class DemoContender:
 
 def demo(given: DemoArguments) -> int:
     """Compare one sequence, beams, and beams with drafts: with the bundled target grown to 700 M weights, and as it is."""
-    try:
-        import sacrebleu  # noqa: F401
-    except ImportError as error:
-        raise MissingFile("the demo scores with sacrebleu: pip install 'specbeam[bench]'") from error
     from rich.text import Text
 
     from specbeam.doors.cli.screen import Screen
@@ -167,21 +163,20 @@ def _line(
     pair: "Pair", one: DemoContender, sentences: list[tuple[str, str]], words: list[tuple[str, str]], seed: int
 ) -> DemoLine:
     """Compute the figures of a method from its translations, and from its conversion of words to sounds."""
-    import sacrebleu
-
     from specbeam.generation import generate
+    from specbeam.lab.evaluate.task import bleu, has_bleu
 
     tokens = sum(len(answer.tokens) for answer in one.answers)
     passes = sum(answer.report.target_passes for answer in one.answers)
     widths = [width for answer in one.answers for width in answer.report.widths]
     references = [reference for _, reference in sentences]
-    score = sacrebleu.corpus_bleu([answer.text for answer in one.answers], [references]).score
+    score = round(bleu([answer.text for answer in one.answers], references), 1) if has_bleu() else None
     word_prompts = ["<sounds> " + " ".join(word) for word, _ in words]
     spoken = generate(pair, word_prompts, one.method, seed=seed, max_new_tokens=32, **LAW)
     right = sum(answer.text == sounds for answer, (_, sounds) in zip(spoken, words, strict=True))
     return DemoLine(
         method=one.name,
-        bleu=round(score, 1),
+        bleu=score,
         words_right=right / len(words),
         target_passes_per_token=round(passes / tokens, 3),
         tokens_per_second=round(tokens / sum(one.seconds), 1),
@@ -207,12 +202,15 @@ def _show(console: Any, sentences: list[tuple[str, str]], texts: dict[str, list[
     for head in ("BLEU", "words right", "target passes per token", "tokens/s", "mean width", "J/token"):
         table.add_column(head, justify="right")
     for line in lines:
+        score = "-" if line.bleu is None else f"{line.bleu:.1f}"
         energy = "-" if line.joules_per_token is None else f"{line.joules_per_token:.2f}"
         table.add_row(
-            line.method, f"{line.bleu:.1f}", f"{line.words_right:.0%}", f"{line.target_passes_per_token:.2f}",
+            line.method, score, f"{line.words_right:.0%}", f"{line.target_passes_per_token:.2f}",
             f"{line.tokens_per_second:.0f}", f"{line.mean_width:.1f}", energy,
         )  # fmt: skip
     console.print(table)
+    if any(line.bleu is None for line in lines):
+        console.print("BLEU: sacrebleu is missing: pip install 'specbeam[bench]'", style="dim")
     if any(line.joules_per_token is None for line in lines):
         console.print("J/token: this machine has no readable energy counter", style="dim")
     for line in lines:

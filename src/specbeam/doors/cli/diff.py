@@ -3,25 +3,13 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specbeam.doors.cli.common import method_from, print_json, quiet_load, say
 from specbeam.doors.cli.generate import gather
-from specbeam.doors.cli.options import (
-    Json,
-    NewTokens,
-    PairArguments,
-    PromptFiles,
-    Prompts,
-    PromptTexts,
-    Settings,
-    checked,
-    prompt_files,
-)
-from specbeam.doors.model_files import check_model
+from specbeam.doors.cli.options import Json, NewTokens, PairArguments, PromptArguments, Settings, checked
 from specbeam.errors import BadPrompt, BadSetting, one_of
 
 if TYPE_CHECKING:
@@ -39,13 +27,11 @@ def _check_dtype(name: str) -> None:
     one_of("dtype", name, DTYPES)
 
 
-class ComparedArguments(PairArguments):
-    """Arguments of the command under both of its names."""
+class DiffArguments(PromptArguments, PairArguments):
+    """Arguments of the command."""
 
     beams: Annotated[int, typer.Option(min=2, help="Number of beams, at least 2 as in transformers.")] = 4
     setting: Settings = []
-    prompt: PromptTexts = []
-    file: PromptFiles = []
     rows: Annotated[int, typer.Option(min=1, help="Maximum number of prompts; the first ones are taken.")] = 1000
     every_option: Annotated[
         bool,
@@ -65,44 +51,11 @@ class ComparedArguments(PairArguments):
     ] = "auto"
     json: Json = False
 
-    @property
-    def texts(self) -> list[str]:
-        """The prompts of the command line."""
-        return self.prompt
-
-
-class DiffArguments(ComparedArguments):
-    """Arguments of the command."""
-
-    prompts: Prompts = None
-
-    @property
-    def texts(self) -> list[str]:
-        """The prompts of the command line."""
-        return [*(self.prompts or []), *self.prompt]
-
-
-class OlderDiffArguments(ComparedArguments):
-    """Arguments of the command under its former name, `specbeam diff`."""
-
-    model: Annotated[str, typer.Argument(help="Target model.", callback=checked(check_model))] = "bundled"
-    file: Annotated[list[Path], prompt_files("File of prompts.", "--file", "--prompts", "-f")] = []
-
-
-def diff_by_its_older_name(given: OlderDiffArguments) -> int:
-    """Run `specbeam evaluate diff`, with the model as an argument."""
-    return _compare(given)
-
 
 def diff(given: DiffArguments) -> int:
-    """Compare beam searches of transformers and specbeam; show each difference and whether rounding explains it."""
-    return _compare(given)
+    """Compare beam searches of transformers and specbeam; show each difference and whether rounding explains it.
 
-
-def _compare(given: ComparedArguments) -> int:
-    """Compare the searches, print each difference, and return the exit code.
-
-    It is 1 if rounding does not explain a difference, a prompt failed, or a line could not be read.
+    The exit code is 1 if rounding does not explain a difference, a prompt failed, or a line could not be read.
     """
     from specbeam.doors.cli.screen import progress_bar
 
@@ -143,9 +96,7 @@ def _methods(pair: "Pair", beams: int, settings: list[str]) -> "list[Method]":
     return methods
 
 
-def _runs(
-    pair: "Pair", texts: Sequence[str], methods: "list[Method]", given: ComparedArguments
-) -> "Iterator[ComparedRun]":
+def _runs(pair: "Pair", texts: Sequence[str], methods: "list[Method]", given: DiffArguments) -> "Iterator[ComparedRun]":
     """Yield the comparisons of all prompts and methods, each with its options."""
     from specbeam.lab.evaluate.against_transformers import comparisons
     from specbeam.lab.evaluate.beam_options import ComparedRun, with_every_option

@@ -12,9 +12,9 @@ import typer
 from specbeam.doors.cli.common import ProgressBar, as_json, complain, follow_rank_0, method_for, require_text, say
 from specbeam.doors.cli.options import DecodingArguments, Json, PromptArguments
 from specbeam.doors.model_files import require_tokenizer
-from specbeam.doors.places import OPENERS
+from specbeam.doors.places import suffix_of
 from specbeam.doors.prompts import of_record, placed_rows, require_lines
-from specbeam.errors import BadPrompt, SpecbeamError, TooFewAnswers
+from specbeam.errors import BadPrompt, SpecbeamError, TooFewAnswers, counted
 
 if TYPE_CHECKING:
     from specbeam.core.audit import Audit
@@ -51,7 +51,8 @@ class Writer:
     """A writer of answers to standard output: JSON at once, plain text in the order of the prompts.
 
     Plain text has an empty line per missing answer, so that its lines stay beside the prompts: of blank and unreadable
-    lines, and of prompts that failed.
+    lines, and of prompts that failed. An answer with line breaks is written as it is; a message says so if there are
+    several answers.
 
     Attributes:
         prompts: all prompts, by number.
@@ -63,6 +64,7 @@ class Writer:
         written: number of prompts, counted from the first, whose answers are written or that failed.
         lines: number of arguments and lines, counted from the first, that have their place in the output.
         audit: sum of the audits of all answers; None without audits.
+        has_line_breaks: whether an answer that was written as plain text had line breaks.
     """
 
     prompts: list[PromptSource]
@@ -74,6 +76,7 @@ class Writer:
     written: int = 0
     lines: int = 0
     audit: "Audit | None" = None
+    has_line_breaks: bool = False
 
     def take(self, number: int, result: "Generation | SpecbeamError") -> None:
         """Record an answer or error of a prompt, and write all answers that are ready."""
@@ -81,7 +84,7 @@ class Writer:
             for generation in result.generations if isinstance(result, TooFewAnswers) else []:
                 self.take(number, generation)
             self.failed.add(number)
-            complain(f"{self.prompts[number].place}: {result}")
+            complain(_about(self.prompts[number].place, number, str(result)))
         else:
             self.done.setdefault(number, []).append(result)
             found = result.report.audit
@@ -108,9 +111,16 @@ class Writer:
         if not self.json:
             for generation in answers:
                 say(generation.text)
+                self._note_line_breaks(generation.text)
             for _ in range(self.expected - len(answers)):
                 say("")
         self.lines = source.index + 1
+
+    def _note_line_breaks(self, text: str) -> None:
+        """Say once that an answer of several has line breaks."""
+        if "\n" in text and not self.has_line_breaks and self.places * self.expected > 1:
+            self.has_line_breaks = True
+            complain("note: answers have line breaks, so that lines are not answers; --json writes an answer per line")
 
     def _leave_blank(self, index: int) -> None:
         """Write empty lines up to the place with this index."""
@@ -141,7 +151,8 @@ def generate(given: GenerateArguments) -> int:
     follow_rank_0(given.loading)
     sources, unreadable, places = placed_prompts(given.texts, given.file, _prompt_of)  # before what imports torch
     if not sources and not unreadable:
-        raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
+        place = f" in {', '.join(map(str, given.file))}" if given.file else ""
+        raise BadPrompt(f"there is no prompt{place}; give one as an argument, with --file, or on standard input")
     if any(isinstance(source.text, str) for source in sources):
         require_tokenizer(given.model)
     options = given.checked_options()
@@ -153,7 +164,9 @@ def generate(given: GenerateArguments) -> int:
             _answer(pair, writer, given, options)
             is_whole = True
         except KeyboardInterrupt:
-            complain("interrupted; finished answers are written")
+            complain(
+                f"interrupted; finished answers are written ({len(writer.done)} of {counted(len(sources), 'prompt')})"
+            )
             return 130
         except SpecbeamError:  # the writer has reported the failures of a SomeFailed
             if not writer.failed:
@@ -164,6 +177,8 @@ def generate(given: GenerateArguments) -> int:
     is_suspicious = writer.audit is not None and writer.audit.suspicious
     if given.audit:
         _print_audit(writer.audit)
+    if any(name in options for name in ("json_schema", "regex", "grammar")):
+        _report_cut_off(writer)
     return 1 if unreadable or writer.failed or is_suspicious else 0
 
 
@@ -201,6 +216,13 @@ def _answer(pair: "Pair", writer: Writer, given: GenerateArguments, options: dic
             )
 
 
+def _report_cut_off(writer: Writer) -> None:
+    """Print a message if texts reached their limit before they satisfied their constraint."""
+    cut = sum(not answer.beams[0].finished for answers in writer.done.values() for answer in answers)
+    if cut:
+        complain(f"note: {counted(cut, 'answer')} reached --max-new-tokens before the end of the constraint; raise it")
+
+
 def _print_audit(audit: "Audit | None") -> None:
     """Print the outcome of an audit on standard error."""
     from specbeam.core.audit import ALARM
@@ -227,12 +249,16 @@ def placed_prompts(
 ) -> tuple[list[PromptSource], int, int]:
     """Return the prompts of arguments and files, the number of unreadable lines, and that of all arguments and lines.
 
-    Without arguments and files, prompts are read from standard input unless it is a terminal. Blank lines have an index
-    and no prompt (arguments and JSON may have blank prompts), and unreadable lines are reported on standard error.
+    The argument "-" stands for standard input, which is also read without arguments and files unless it is a terminal.
+    Blank lines have an index and no prompt (arguments and JSON may have blank prompts), and unreadable lines are reported
+    on standard error.
 
     Args:
         of_json: returns the prompt of a line of JSON, or raises `ValueError`.
     """
+    reads_input = prompts == ["-"] or not (prompts or files or sys.stdin.isatty())
+    if reads_input:
+        prompts = []
     for number, text in enumerate(prompts, 1):
         require_text(f"argument {number}", text)
         if _is_name_of_file(text):
@@ -240,14 +266,14 @@ def placed_prompts(
     sources = [PromptSource(text, f"argument {number}", number - 1) for number, text in enumerate(prompts, 1)]
     places = len(prompts)
     unreadable = 0
-    if not prompts and not files and not sys.stdin.isatty():
+    if reads_input:
         lines = _standard_input()
         if _is_prompt_object(lines[0] if lines else ""):
             complain("warning: standard input seems to be JSON lines, but is read as text; give a .jsonl by --file")
         sources += _prompts_of(_filled(lines), "standard input, line")
         places += len(lines)
     for file in files:
-        if not file.is_file() or file.suffix in (".tsv", *OPENERS):
+        if not file.is_file() or suffix_of(file) == ".tsv":
             rows = placed_rows(str(file))
             texts = [None if row is None else row.prompt for row in rows]
             found = _prompts_of(texts, f"{file}, prompt")
@@ -257,7 +283,7 @@ def placed_prompts(
             require_lines(file)
             texts = _filled(lines_of(file))
             found = _prompts_of(texts, f"{file}, line")
-            if file.suffix == ".jsonl":
+            if suffix_of(file) == ".jsonl":
                 found, wrong = _read_json(found, of_json)
                 unreadable += wrong
         sources += [replace(one, index=places + one.index) for one in found]
@@ -322,14 +348,24 @@ _NO_PROMPT = 'expected a JSON string or an object with a text field "prompt"'
 _NO_TEXTS = ("input_ids", "prompt_token_ids", "messages")  # fields with prompts other than texts
 
 
+def _about(place: str, number: int, error: str) -> str:
+    """Return the message about a prompt, with its place instead of its number."""
+    named = f"prompt {number}"
+    is_named = error.startswith((f"{named} ", f"{named},", f"{named}:"))
+    return place + error.removeprefix(named) if is_named else f"{place}: {error}"
+
+
 def _prompt_of(line: str) -> Any:
     """Return the prompt of a line of JSON: a text, or the object itself if it has token ids or a chat.
 
     Raises `ValueError` if there is none.
     """
     record = _loaded(line)
-    if isinstance(record, dict) and any(record.get(name) is not None for name in _NO_TEXTS):
-        return record
+    if isinstance(record, dict):
+        prompt = record.get("prompt")
+        is_text = not isinstance(prompt, list) or any(isinstance(part, str) for part in prompt)
+        if not is_text or any(record.get(name) is not None for name in _NO_TEXTS):
+            return record
     return _text_of(line)
 
 

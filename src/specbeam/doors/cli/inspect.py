@@ -27,7 +27,7 @@ class InspectArguments(PairArguments):
     options: dict[str, Any] = generation(without=["num_return_sequences"])
     turn: Annotated[int, typer.Option(min=1, help="Number of the turn (target pass) to draw, counted from 1.")] = 1
     seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same picture.")] = 0
-    svg: Annotated[Path | None, file_to_write("Also write the picture to this SVG file.")] = None
+    svg: Annotated[Path | None, file_to_write("Also write the picture to this SVG file.", ".svg")] = None
     json: Json = False
 
 

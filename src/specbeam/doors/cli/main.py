@@ -32,7 +32,7 @@ from specbeam.doors.cli.chat import chat
 from specbeam.doors.cli.common import complain
 from specbeam.doors.cli.defaults import place_of_defaults, read_defaults
 from specbeam.doors.cli.demo import demo
-from specbeam.doors.cli.diff import diff, diff_by_its_older_name
+from specbeam.doors.cli.diff import diff
 from specbeam.doors.cli.env import env
 from specbeam.doors.cli.fuzz import fuzz
 from specbeam.doors.cli.generate import generate
@@ -48,6 +48,7 @@ from specbeam.doors.plain import for_terminal
 from specbeam.errors import BadPrompt, SpecbeamError
 
 HELP = {"--help", "-h"}
+OF_ALL = ("--verbose", "-v", "--quiet", "-q", "--version")  # options before the command
 
 
 class Commands(PlainGroup):
@@ -74,7 +75,9 @@ class Commands(PlainGroup):
 
 
 def _advice(error: Any) -> str:
-    """Return a hint for an unknown option that is a setting of methods, at a command with settings; otherwise ""."""
+    """Return a hint for an option of all commands, or for a setting of methods at a command with settings; otherwise ""."""
+    if error.option_name in OF_ALL:
+        return f"; it stands before the command: specbeam {error.option_name} {error.ctx.info_name} ..."
     takes_settings = any("--set" in one.opts for one in error.ctx.command.params)
     name = error.option_name.lstrip("-").replace("-", "_")
     if takes_settings and name == "do_sample":
@@ -163,7 +166,6 @@ add_command(checks, fuzz)
 add_command(checks, evaluate.perplexity)
 add_command(checks, evaluate.theory)
 app.add_typer(checks, name="evaluate")
-add_command(app, diff_by_its_older_name, "diff", hidden=True)
 
 measures = command_group("Measure speed, quality and acceptance of decoding methods.")
 add_command(measures, efficiency)

@@ -20,7 +20,7 @@ from specbeam.doors.cli.common import check_method, quiet_load
 from specbeam.doors.method_names import method_names, setting_names
 from specbeam.doors.model_files import check_languages, check_model, require_place_of_model, require_text_model
 from specbeam.doors.options.checks import LARGEST_INTEGER
-from specbeam.doors.places import require_file, require_folder_place, require_place
+from specbeam.doors.places import require_file, require_folder_place, require_place, require_suffix
 from specbeam.doors.prompts import require_source
 from specbeam.engines.choices import (
     check_compute,
@@ -108,14 +108,24 @@ def files_to_read(help: str, *flags: str) -> Any:
     return typer.Option(*flags, help=help, callback=checked(require_file))
 
 
-def prompt_files(help: str, *flags: str, hidden: bool = False) -> Any:
+def prompt_files(help: str, *flags: str) -> Any:
     """Return an option for files of prompts, or names of data sets; each must exist."""
-    return typer.Option(*flags, help=help, hidden=hidden, callback=checked(lambda file: require_source(str(file))))
+    return typer.Option(*flags, help=help, callback=checked(lambda file: require_source(str(file))))
 
 
-def file_to_write(help: str) -> Any:
-    """Return an option for an output file; its path is checked before any model is loaded."""
-    return typer.Option(help=help, callback=checked(require_place))
+def file_to_write(help: str, *suffixes: str) -> Any:
+    """Return an option for an output file; its path is checked before any model is loaded.
+
+    Args:
+        suffixes: the possible suffixes of its name; none: any.
+    """
+
+    def check(file: Path) -> None:
+        if suffixes:
+            require_suffix(file, *suffixes)
+        require_place(file)
+
+    return typer.Option(help=help, callback=checked(check))
 
 
 def folder_to_write(help: str, *flags: str) -> Any:
@@ -299,6 +309,7 @@ class PairArguments(Record):
     model: Model = "bundled"
     draft: Draft = None
     engine: Engine = "auto"
+    threads: Threads = None
 
     @property
     def pair(self) -> dict[str, Any]:
@@ -322,7 +333,7 @@ class LoadArguments(PairArguments):
     @property
     def loading(self) -> dict[str, Any]:
         """The arguments of `quiet_load`."""
-        return self.named(*get_type_hints(LoadArguments))
+        return self.named(*(name for name in get_type_hints(LoadArguments) if name != "threads"))
 
     def check_what_runs(self) -> None:
         """Raise `BadSetting` if several options choose what runs the models. Imports nothing heavy."""

@@ -17,13 +17,14 @@ from specbeam.doors.cli.options import (
     KeysAndValues,
     QuantizeTarget,
     Settings,
+    Threads,
     check_draft,
     checked,
     complete_method,
-    folder_to_write,
 )
 from specbeam.doors.method_names import setting_names, settings_in
 from specbeam.doors.model_files import check_model, check_spoken_language, require_speech_model, spoken_languages
+from specbeam.doors.places import require_folder_place
 from specbeam.errors import BadAudio, BadSetting, MissingFile
 
 if TYPE_CHECKING:
@@ -44,6 +45,15 @@ ALWAYS = (
 def complete_language(context: typer.Context, incomplete: str) -> list[str]:
     """Return the codes of the model's languages that begin so, for completion by the shell."""
     return [code for code in spoken_languages(context.params.get("model") or "") if code.startswith(incomplete)]
+
+
+def _check_output(folder: Path) -> None:
+    """Raise `BadSetting` for a folder that is meant as a file, and `CannotWrite` if it cannot be written."""
+    if folder.suffix[1:] in ENDINGS.values() and not folder.is_dir():
+        raise BadSetting(
+            f"--output {folder} would be a folder; give the name of a folder, or write to a file by > {folder}"
+        )
+    require_folder_place(folder)
 
 
 class TranscribeArguments(Record):
@@ -111,8 +121,9 @@ class TranscribeArguments(Record):
     ] = None
     output: Annotated[
         Path | None,
-        folder_to_write(
-            "Output folder, with a file per audio file, which replaces an older one; by default, standard output."
+        typer.Option(
+            help="Output folder, with a file per audio file, which replaces an older one; by default, standard output.",
+            callback=checked(_check_output),
         ),
     ] = None
     timestamps: Annotated[
@@ -158,6 +169,7 @@ class TranscribeArguments(Record):
     kv: KeysAndValues = None
     compute: Compute = None
     engine: Engine = "auto"
+    threads: Threads = None
 
     @property
     def options(self) -> dict[str, Any]:
