@@ -127,7 +127,7 @@ def _text(prompt: Any, is_first_of_turns: bool = False) -> str:
     """
     if isinstance(prompt, list) and prompt and (is_first_of_turns or len(prompt) == 1):
         (prompt, *_) = prompt
-    if isinstance(prompt, list):
+    if isinstance(prompt, list) and all(isinstance(one, str) for one in prompt):
         raise ValueError(f"the prompt is a list of {len(prompt)}; write each prompt in a line of its own")
     if not isinstance(prompt, str):
         raise ValueError(f"the prompt must be a text, and is {prompt!r} of type {type(prompt).__name__}")

@@ -32,7 +32,8 @@ from tests.support import words
             PromptRow("A hat.\n\nWhat?\n", "hat"),
         ),
         ({"db_id": "x", "question": "Which?", "query": "SELECT 1"}, PromptRow("Which?", "SELECT 1")),
-        ({"prompt": ["one", "two"]}, PromptRow("one")),
+        ({"prompt": ["one", "two"], "prompt_id": 1}, PromptRow("one")),
+        ({"text": "one"}, PromptRow("one")),
         ("plain", PromptRow("plain")),
     ],
 )
@@ -54,7 +55,9 @@ def test_files_are_read_packed_and_plain(tmp_path):
     with pytest.raises(BadPrompt, match=r"bad.jsonl, line 2: the record has none of turns"):
         read(str(tmp_path / "bad.jsonl"))
     (tmp_path / "ids.jsonl").write_text('{"prompt": [45, 456]}\n')
-    with pytest.raises(BadPrompt, match=r"ids.jsonl, line 1: the prompt must be a text, and is 45 of type int"):
+    with pytest.raises(
+        BadPrompt, match=r"ids.jsonl, line 1: the prompt must be a text, and is \[45, 456\] of type list"
+    ):
         read(str(tmp_path / "ids.jsonl"))
     (tmp_path / "one.tsv").write_text("A hat.\tEin Hut.\nA dog.\n", encoding="utf-8")
     assert read(str(tmp_path / "one.tsv")) == [PromptRow("A hat.", "Ein Hut."), PromptRow("A dog.")]

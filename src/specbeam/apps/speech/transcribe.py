@@ -242,6 +242,8 @@ def transcribe(
         "log_prob_threshold": log_prob_threshold,
     }
     named = _without_aliases(given, options)
+    require(isinstance(timestamps, bool), "timestamps", timestamps, "True or False (there are none of words)")
+    require(seed is None or (is_integer(seed) and seed >= 0), "seed", seed, "an integer of at least 0, or None")
     require(is_integer(batch_size) and batch_size >= 1, "batch_size", batch_size, "an integer of at least 1")
     audios = audio if isinstance(audio, (list, tuple)) and not _is_samples(audio) else [audio]
     sounds = [read_audio(one, rate) for one in audios]
@@ -341,11 +343,6 @@ def ears_of(pair: Pair, asked: SpeechSettings, models: Models | None = None) -> 
     lm = listener_of(pair)
     tokens = speech_tokens_of(pair)
     temperatures = _temperatures(asked.temperature)
-    seed = asked.seed
-    require(
-        isinstance(asked.timestamps, bool), "timestamps", asked.timestamps, "True or False (there are none of words)"
-    )
-    require(seed is None or (is_integer(seed) and seed >= 0), "seed", seed, "an integer of at least 0, or None")
     require(is_integer(asked.best_of) and asked.best_of >= 1, "best_of", asked.best_of, "an integer of at least 1")
     conditions = asked.conditions
     if conditions is None:
@@ -361,7 +358,7 @@ def ears_of(pair: Pair, asked: SpeechSettings, models: Models | None = None) -> 
         thresholds=asked.thresholds or thresholds_of(tokens.config),
         temperatures=temperatures,
         best_of=asked.best_of,
-        seed=seed,
+        seed=asked.seed,
         options=asked.options,
         settings=_settings(asked.options, tokens.config),
         timestamps=asked.timestamps,
