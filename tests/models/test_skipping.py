@@ -25,7 +25,6 @@ from specbeam.doors.request import Request
 from specbeam.engines.cache_names import cache_argument, cache_of
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.lab.bench.sublayers import best_sublayers
 from specbeam.models.clasp import dispensable_layers
 from specbeam.models.huggingface import HuggingFaceLM
 from specbeam.models.pair import Pair
@@ -564,29 +563,6 @@ def test_load_takes_it_as_a_draft_for_any_method():
         for method in (sb.opt_tree(4, 2), sb.sampling())
     ]
     assert outs[0] == outs[1]
-
-
-@needs_numba
-@pytest.mark.remembers
-def test_a_set_is_found_on_prompts_and_is_what_texts_begin_with():
-    """Draft & Verify: better than the first one, on the target's own answers, and then kept."""
-    lm = target_of(layers=6)
-    with torch.no_grad():
-        for layer in (2, 4):
-            for weight in (lm.model.model.layers[layer].self_attn.o_proj, lm.model.model.layers[layer].mlp.down_proj):
-                weight.weight.mul_(1e-3)
-    pair = sb.load(lm.model)
-    settings = Skipping("bayes", 0.5, task="offline", search=SkipSearch(bayes_every=4, enough=0.99))
-    found = best_sublayers(pair, [PROMPTS[0], PROMPTS[2]], settings, tries=200, max_new_tokens=12)
-    assert found.skipped == Sublayers.of_layers((2, 4))
-    assert found.matchness > max(found.first, 0.95)
-    assert found.tokens > 12
-    draft = skipping_model(pair.target, settings)
-    assert not pair.target.caches
-    assert draft.skipped(seat([1])) == found.skipped
-    assert draft.memory.begin().is_over(settings.search)
-    with pytest.raises(BadSetting, match="is not a search"):
-        best_sublayers(pair, [PROMPTS[0]], Skipping("a1"))
 
 
 @needs_numba

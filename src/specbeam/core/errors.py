@@ -127,23 +127,6 @@ class BrokenValue(SpecbeamError, ValueError):
     """The value function of a search raised an error, or returned something other than a value."""
 
 
-class SearchFailed(SpecbeamError):
-    """The searches of some prompts failed; `failures` holds their errors.
-
-    `results` has an entry per prompt; failed searches have their tree so far.
-    """
-
-    def __init__(self, failures: Sequence[SpecbeamError], results: Sequence[Any]) -> None:
-        self.failures = list(failures)
-        self.results = list(results)
-        different = list(dict.fromkeys(str(failure) for failure in self.failures))
-        drawn = sum(result.spent for result in self.results)
-        super().__init__(
-            f"{len(self.failures)} of {len(self.results)} searches failed: {'; '.join(different[:3])} "
-            f"(the trees of all, {counted(drawn, 'token')}, are in .results)"
-        )
-
-
 class SomeFailed(SpecbeamError):
     """Some prompts failed; `failures` holds their errors.
 
@@ -169,13 +152,11 @@ def warn(text: str, kind: type[Warning] = UserWarning) -> None:
     warnings.warn(text, kind, stacklevel=outside)
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun, such as "1 token" or "3 tokens".
-
-    Args:
-        plural: "": the noun with an s.
-    """
-    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 pass" and "2,000 passes"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def one_of(name: str, value: str, known: Iterable[str]) -> None:

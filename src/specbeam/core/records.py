@@ -340,7 +340,7 @@ class Report:
     @property
     def passes(self) -> str:
         """The numbers of tokens and of passes of the target in words."""
-        return f"{counted(self.tokens, 'token')} in {counted(self.target_passes, 'pass', 'passes')}"
+        return f"{counted(self.tokens, 'token')} in {counted(self.target_passes, 'pass')}"
 
     def __str__(self) -> str:
         """Return a short line; `repr` has all fields, and `to_dict` returns them."""

@@ -49,13 +49,6 @@ ANCHOR_MODES = ("greedy", "beam_search")
 ANCHOR_RIVALS = ("transformers", "ctranslate2", "llama.cpp", "faster-whisper")
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 pass" and "2,000 passes"."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
-
-
 def of_rounds(number: int) -> str:
     """Return what a figure of rounds states, such as "median of 7 rounds, smallest to largest"."""
     return "1 round" if number == 1 else f"median of {number} rounds, smallest to largest"

@@ -211,13 +211,6 @@ class SkipMemory:
             self._found = self._known().after(begun, ended)
             self._keep()
 
-    def rest(self, search: SkipSearch) -> None:
-        """End the search, so that sessions use the present set."""
-        with self._lock:
-            known = self._known()
-            known.tries = max(known.tries, search.most)
-            self._keep()
-
     def _keep(self) -> None:
         if self.key is not None and self._found is not None:
             _figures_of(self.start).keep(self.key, _record_of(self._found))

@@ -123,7 +123,7 @@ OTHERS = {
     "train hmt": [["-o", "new", "-f", "good.jsonl", "--stages", "3"], "--stages is '3'"],
     "evaluate diff": [["x", "--beams", "1"], "Invalid value for '--beams'"],
     "evaluate fuzz": [["--calls", "0"], "Invalid value for '--calls'"],
-    "tune": [["--skip-ratio", "2"], "Invalid value for '--skip-ratio'"],
+    "tune": [["--odds", "2"], "--odds is 2.0; it must be a probability"],
     "inspect": [["x", "--turn", "0"], "Invalid value for '--turn'"],
     "heads inspect": [["mtp"], "--model is missing"],
     "transcribe": [["-m", "{whisper}", "missing.wav"], "there is no file missing.wav"],

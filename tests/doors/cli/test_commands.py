@@ -434,13 +434,13 @@ def test_passes_are_timed(models, tmp_path):
     code, out, err = specbeam(*asked, "--length", "300", "--plot", str(tmp_path / "plot.png"))
     assert code == 0, err
     assert out.startswith("| ms of a pass, by rows | 20 cached | 300 cached |")
-    assert "| transformers, 2 beams | 42 (0 MB) | 602 (0 MB) |" in out
+    assert "| 2 beams | 22 (0 MB) | 302 (0 MB) |" in out
     assert "positions: 301, for timing only; the model's own are 256" in out
     assert (tmp_path / "plot.png").is_file()
     code, out, err = specbeam(*asked, "--json")
     assert code == 0, err
     records = [json.loads(line) for line in out.splitlines()]
-    assert [one["record"] for one in records] == ["cell"] * 5 + ["ms by rows"]
+    assert [one["record"] for one in records] == ["cell"] * 4 + ["ms by rows"]
     assert {one["provenance"]["positions"] for one in records} == {"the model's own"}
     code, _, err = specbeam(*asked, "--rows", "0")
     assert code == 2

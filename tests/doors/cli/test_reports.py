@@ -7,7 +7,8 @@ import pytest
 
 from specbeam.doors.cli.main import word_warnings
 from specbeam.doors.cli.reports import parts_of, print_report
-from specbeam.lab.words import counted, of_rounds
+from specbeam.errors import counted
+from specbeam.lab.words import of_rounds
 from tests.doors.cli.test_commands import specbeam
 
 TABLE = """| method | tokens/s | lazy layers | perplexity |

@@ -227,7 +227,6 @@ NUMBERS = [
     ["batch", "good.jsonl", "out.jsonl", "--num-return-sequences", "6"],
     ["chat", "--set", "beams=0"],
     ["tune", "--odds", "1"],
-    ["tune", "--skip-ratio", "0.4", "-m", "other"],
     ["evaluate", "same-beams", "x", "--batch-size", "0"],
     ["evaluate", "same-beams", "x", "--top-p", "0"],
     ["evaluate", "diff", "x", "--beams", "0"],

@@ -1,67 +1,47 @@
 """The costs of passes: what is timed, how lines are drawn through it, what is shown."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
-import torch
 
-from specbeam.engines.cache_names import cache_argument
 from specbeam.lab.bench import passes as timed
 from specbeam.lab.bench.cost_fits import knee_fit, straight_fit
-from specbeam.lab.bench.passes import OURS, THEIRS, PassPlan, fits, passes
+from specbeam.lab.bench.passes import PassPlan, fits, passes, token_bytes
 from specbeam.lab.bench.passes_report import as_markdown, as_records, plot
-from specbeam.lab.bench.transformers_cache import CopiedPrompt, token_bytes
-from specbeam.recipes.tuning.stored_prompt import StoredPrompt, TurnCost
+from specbeam.recipes.tuning.stored_prompt import TurnCost
 from tests.support import words
 from tests.support.tiny_models import tiny
 
 SIZE = 2 * 2 * 2 * 8 * 4  # bytes of a token: keys and values, layers, heads, head size, float32
-PLAN = PassPlan(lengths=(10, 30, 90), rows=(1, 2, 4, 8, 70), beams=(1, 3), repeats=2, copies_gb=100 * SIZE / 1e9)
+PLAN = PassPlan(lengths=(10, 30, 90), rows=(1, 2, 4, 8, 70), beams=(1, 3), repeats=2)
 
 
 @pytest.fixture(scope="module")
 def cells():
     told = []
     found = passes(words.pair(draft_seed=None).target, PLAN, lambda: told.append(None))
-    assert len(told) == PLAN.steps - 2  # the cell that is not made, in two rounds
+    assert len(told) == PLAN.steps
     return found
 
 
 def test_every_size_meets_every_length(cells):
-    assert [(one.engine, one.length, one.rows) for one in cells] == [
-        *((OURS, length, rows) for length in (10, 30, 90) for rows in (1, 2, 3, 4, 8, 70)),
-        *((THEIRS, length, beams) for length in (10, 30, 90) for beams in (1, 3)),
+    assert [(one.length, one.rows) for one in cells] == [
+        (length, rows) for length in (10, 30, 90) for rows in (1, 2, 3, 4, 8, 70)
     ]
     for one in cells:
-        tokens = one.length + one.rows if one.engine == OURS else one.rows * (one.length + 1)
+        tokens = one.length + one.rows
         assert (one.kv_tokens, one.kv_mb) == (tokens, tokens * SIZE / 1e6)
-    assert [one for one in cells if one.turn_ms is None] == [cells[-1]]  # 3 copies of 90 tokens take too much
-    for one in cells[:-1]:
         assert 0 < one.pass_ms.low <= one.pass_ms.median <= one.pass_ms.high < one.turn_ms.high
 
 
-def test_both_sides_have_the_prompt_in_their_caches():
-    """And the same row behind it costs the same arithmetic: its logits are equal."""
-    lm = words.pair(draft_seed=None).target
-    context, copies = StoredPrompt(lm, 30), CopiedPrompt(lm.model, 30)
-    assert context.session.prompt == copies.prompt[0].tolist()
-    assert copies.cache.get_seq_length() == 30
-    assert copies.turn(3).kv_tokens == 93
-    assert copies.cache.get_seq_length() == 30  # the next turn meets the same
-    assert token_bytes(lm.model) == SIZE
-    forest = context.root.grown([5, 7], [0, 0])
-    found = lm.extend([context.session], [forest])[0].logits[1:]
-    with torch.inference_mode():
-        copies.cache.batch_repeat_interleave(2)
-        plain = lm.model(input_ids=torch.tensor([[5], [7]]), **cache_argument(lm.model, copies.cache)).logits[:, -1]
-    torch.testing.assert_close(found, plain, atol=1e-4, rtol=1e-4)
-
-
-def test_other_families_have_copies_too():
-    for family in ("gpt2", "mistral"):
-        assert CopiedPrompt(tiny(family), 20).turn(2).kv_tokens > 0
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_a_token_has_keys_and_values_in_all_layers(family):
+    model = tiny(family)
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = config.hidden_size // config.num_attention_heads
+    assert token_bytes(model) == 2 * config.num_hidden_layers * heads * width * 4
 
 
 def test_a_knee_is_found():
@@ -86,14 +66,13 @@ def test_a_line_is_found():
 @pytest.fixture
 def priced(monkeypatch):
     """Costs by a formula, in place of a clock."""
-    monkeypatch.setattr(timed.StoredPrompt, "turn", lambda self, rows: _priced(len(self.session.prompt), rows, 1))
-    monkeypatch.setattr(timed.CopiedPrompt, "turn", lambda self, beams: _priced(self.prompt.shape[1], beams, beams))
-    cells = passes(words.pair(draft_seed=None).target, dataclasses.replace(PLAN, copies_gb=1))
-    return cells, fits(cells, dataclasses.replace(PLAN, copies_gb=1))
+    monkeypatch.setattr(timed.StoredPrompt, "turn", lambda self, rows: _priced(len(self.session.prompt), rows))
+    cells = passes(words.pair(draft_seed=None).target, PLAN)
+    return cells, fits(cells, PLAN)
 
 
-def _priced(length, rows, copies):
-    return TurnCost(1e-3 * (2 + (0.25 + 0.01 * length) * max(0, rows - 3)), 1e-3 * length * copies, length + rows)
+def _priced(length, rows):
+    return TurnCost(1e-3 * (2 + (0.25 + 0.01 * length) * max(0, rows - 3)), 1e-3 * length, length + rows)
 
 
 def test_fits_tell_rows_from_cached_tokens(priced):
@@ -103,29 +82,26 @@ def test_fits_tell_rows_from_cached_tokens(priced):
     )
     assert [(fit.start, fit.knee) for fit in found.by_length.values()] == [pytest.approx((2, 3))] * 3
     assert (found.row.start, found.row.slope) == pytest.approx((0.25, 0.01))
-    assert {key: fit.slope for key, fit in found.by_beams.items()} == pytest.approx(
-        {(OURS, 1): 1, (THEIRS, 1): 1, (OURS, 3): 1, (THEIRS, 3): 3}
-    )
+    assert {beams: fit.slope for beams, fit in found.by_beams.items()} == pytest.approx({1: 1, 3: 1})
 
 
-def test_tables_and_records_hold_all_of_it(priced, cells):
+def test_tables_and_records_hold_all_of_it(priced):
     table = as_markdown(*priced, PLAN)
     assert "| 70 | 25.4 | 38.9 | 79.0 |" in table
     assert "| 30 | 2.00 | 3.0 | 0.550 | 1.0000 |" in table
     assert "A row beyond the knee costs 0.250 ms, and 10.000 ms more per 1,000 cached tokens (R² 1.000)." in table
-    assert "| transformers, 3 beams | 32.0 | 92.0 | 272 | 3000.00 |" in table
-    assert "not made, 0.0 GB" in as_markdown(cells, fits(cells, PLAN), PLAN)
+    assert "| 3 beams | 12.0 | 32.0 | 92.0 | 1000.00 |" in table
     records = as_records(*priced)
-    assert len(records) == 6 * 3 + 2 * 3 + 3 + 1 + 4
+    assert len(records) == 6 * 3 + 3 + 1 + 2
     assert json.loads(json.dumps(records)) == records
 
 
 def test_few_sizes_have_no_fit(tmp_path):
-    plan = PassPlan(lengths=(10,), rows=(1, 2, 4), beams=(2,), repeats=1, copies_gb=0)
+    plan = PassPlan(lengths=(10,), rows=(1, 2, 4), beams=(2,), repeats=1)
     found = passes(words.pair(draft_seed=None).target, plan)
     lines = fits(found, plan)
     assert (lines.by_length, lines.row, lines.by_beams) == ({}, None, {})
-    assert len(as_markdown(found, lines, plan).splitlines()) == 5 + 1 + 4 + 1 + 4
+    assert len(as_markdown(found, lines, plan).splitlines()) == 5 + 1 + 3 + 1 + 3
     plot(found, lines, plan, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 

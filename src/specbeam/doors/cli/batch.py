@@ -9,8 +9,7 @@ from specbeam.apps.jobs.tables import require_place_of_table, require_table
 from specbeam.doors.cli.common import ProgressBar, complain, follow_rank_0, method_for, print_json
 from specbeam.doors.cli.options import DecodingArguments, Json, checked
 from specbeam.doors.options.table import OPTIONS
-from specbeam.errors import NotSupported
-from specbeam.lab.words import counted
+from specbeam.errors import NotSupported, counted
 
 if TYPE_CHECKING:
     from specbeam.apps.jobs.answering import Work

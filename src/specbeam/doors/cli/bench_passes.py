@@ -39,20 +39,13 @@ class PassesArguments(Record):
     engine: Engine = "auto"
     compute: Compute = None
     rows: PassRows = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128]
-    beams: Annotated[
-        list[int],
-        typer.Option(
-            min=1, help="Number of beams of a step, also timed with transformers. May be given several times."
-        ),
-    ] = [1, 4, 16, 64]
+    beams: Annotated[list[int], typer.Option(min=1, help="Number of beams of a step. May be given several times.")] = [
+        1,
+        4,
+        16,
+        64,
+    ]
     length: Lengths = [128, 512, 1024, 2048, 4096]
-    copies_gb: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Memory limit in GB for transformers' copies of the cache. Larger sizes are skipped; 0: all are skipped.",
-        ),
-    ] = 4.0
     repeats: Rounds = 7
     threads: Threads = None
     plot: Plot = None
@@ -60,7 +53,7 @@ class PassesArguments(Record):
 
 
 def passes(given: PassesArguments) -> int:
-    """Time passes by rows and cached tokens, and steps of beams compared with transformers' cache."""
+    """Time passes by rows and cached tokens, and steps of beams."""
     from specbeam.doors.cli.screen import progress_bar
     from specbeam.lab.bench.passes import fits
     from specbeam.lab.bench.passes import passes as measure

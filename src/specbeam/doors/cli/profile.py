@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from specbeam.lab.words import counted
+from specbeam.errors import counted
 
 if TYPE_CHECKING:
     from specbeam.core.measure.profiler import Profile

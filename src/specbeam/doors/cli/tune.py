@@ -1,4 +1,4 @@
-"""The command `specbeam tune`: pass times on this machine, acceptance by rank, and sublayers to skip in drafts."""
+"""The command `specbeam tune`: pass times on this machine, and acceptance by rank."""
 
 import dataclasses
 from dataclasses import dataclass, replace
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from specbeam.core.control.needs import NodesByNeed
     from specbeam.doors.cli.screen import Screen
     from specbeam.lab.bench.acceptance import Acceptance
-    from specbeam.lab.bench.sublayers import FoundSublayers
     from specbeam.models.pair import Pair
 
 KNOWN = 1e9  # number of layers by which the odds of `--explain` are as good as known
@@ -48,16 +47,6 @@ class TuneArguments(PairArguments):
             "-f",
         ),
     ] = []
-    skip_ratio: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=1,
-            help="Share of the target's sublayers to skip in drafts, such as 0.45. tune searches for the best sublayers on "
-            "these prompts, and stores them for swift with the same ratio and task.",
-        ),
-    ] = None
-    task: Annotated[str | None, typer.Option(help="Name of the kind of texts, for --skip-ratio and swift.")] = None
     json: Json = False
 
 
@@ -68,26 +57,22 @@ class Measured:
     Attributes:
         curves: the cost of a pass, by model and by number of cached tokens.
         by_rank: acceptance by rank; None without prompts or a draft model.
-        sublayers: the sublayers skipped by swift; None without a search.
     """
 
     curves: "dict[str, dict[int, CostCurve]]"
     by_rank: "Acceptance | None"
-    sublayers: "FoundSublayers | None"
 
 
 def tune(given: TuneArguments) -> int:
     """Measure pass times and draft acceptance on this machine, and save them for depth='auto' and sequoia."""
     _check(given)
     texts = _prompts(given.model, given.prompt, given.file)
-    if given.skip_ratio is not None and not texts:
-        raise BadSetting("--skip-ratio needs prompts; give --file")
     from specbeam.recipes.beams import dsbd
 
     dsbd(given.beams, given.draft_beams, width="fixed")  # raises an error for wrong numbers
     pair = quiet_load(**given.pair)
     models = {"target": pair.forgetful_target} | ({"draft": pair.draft} if _is_model(pair.draft) else {})
-    from specbeam.doors.cli.screen import counted, working
+    from specbeam.doors.cli.screen import counted
 
     curves: dict[str, dict[int, CostCurve]] = {name: {} for name in models}
     with counted("passes timed, by model and cached tokens", len(models) * len(given.context)) as advance:
@@ -96,9 +81,7 @@ def tune(given: TuneArguments) -> int:
                 curves[name][context] = _cost_curve(lm, context)
                 advance()
     by_rank = _measured_acceptance(pair, texts)
-    with working("searching for sublayers to skip"):
-        found = _found_sublayers(pair, texts, given.skip_ratio, given.task)
-    measured = Measured(curves, by_rank, found)
+    measured = Measured(curves, by_rank)
     if given.json:
         print_json(_record(measured))
         return 0
@@ -121,8 +104,6 @@ def _check(given: TuneArguments) -> None:
     """Raise `BadSetting` for options that are wrong or contradict each other."""
     if not 0 < given.odds < 1:
         raise BadSetting(f"--odds is {given.odds}; it must be a probability in (0, 1)")
-    if given.skip_ratio is None and given.task is not None:
-        raise BadSetting(f"--task {given.task!r} needs --skip-ratio; give both, or leave --task out")
 
 
 def _is_model(draft: object) -> bool:
@@ -140,14 +121,11 @@ def _record(measured: Measured) -> dict[str, Any]:
     }
     if measured.by_rank is not None:
         record["acceptance"] = dataclasses.asdict(measured.by_rank)
-    found = measured.sublayers
-    if found is not None:
-        record["sublayers"] = {**dataclasses.asdict(found), "skipped": str(found.skipped)}
     return record
 
 
 def _show(console: "Screen", measured: Measured, contexts: list[int]) -> None:
-    """Print the table of passes, acceptance by rank, and the best sublayers."""
+    """Print the table of passes, and acceptance by rank."""
     from rich.table import Table
 
     from specbeam.recipes.tuning import costs
@@ -165,12 +143,6 @@ def _show(console: "Screen", measured: Measured, contexts: list[int]) -> None:
     if by_rank is not None:
         odds_by_rank = ", ".join(f"{value:.2f}" for value in by_rank.odds)
         console.print(f"acceptance of the first, second, ... draft tried, at {by_rank.nodes} nodes: {odds_by_rank}")
-    found = measured.sublayers
-    if found is not None:
-        console.print(
-            f"without the sublayers {found.skipped}, the target predicts a share of {found.matchness:.2f} of its own "
-            f"{found.tokens} tokens (at first {found.first:.2f}); {found.tries} sets were tried"
-        )
 
 
 def _prompts(model: str, prompts: list[str], files: list[Path]) -> list[str]:
@@ -196,18 +168,6 @@ def _measured_acceptance(pair: "Pair", prompts: list[str]) -> "Acceptance | None
         found = acceptance(pair, counted_prompts, children=5, max_new_tokens=48)
     save_acceptance(pair.forgetful_target, pair.draft, with_guess(found.odds, found.nodes))
     return found
-
-
-def _found_sublayers(
-    pair: "Pair", prompts: list[str], ratio: float | None, task: str | None
-) -> "FoundSublayers | None":
-    """Search for the best sublayers to skip in drafts, and save them; None without a ratio."""
-    if ratio is None:
-        return None
-    from specbeam.lab.bench.sublayers import best_sublayers
-    from specbeam.models.skipping import Skipping
-
-    return best_sublayers(pair, prompts, Skipping("bayes", ratio, task=task))
 
 
 def _cost_curve(lm: Any, context: int) -> "CostCurve":

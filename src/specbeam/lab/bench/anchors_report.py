@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from statistics import median
 
+from specbeam.errors import counted
 from specbeam.lab.bench.anchors import OURS, AnchorRow, Setting
 from specbeam.lab.bench.tables import markdown_table, spread_text
-from specbeam.lab.words import counted
 
 
 def as_markdown(rows: Sequence[AnchorRow], rivals: Sequence[str]) -> str:

@@ -218,11 +218,12 @@ class AnswerLog:
                 log.answers[answer.task, answer.question, answer.contender] = answer
         except (ValueError, TypeError) as error:
             raise BadPrompt(f"{path} is not the log of a run: {error}; give another folder") from error
-        if before != json.loads(as_json(settings)):
-            other = next(name for name in {**before, **settings} if before.get(name) != settings.get(name))
+        now = json.loads(as_json(settings))
+        if before != now:
+            other = next(name for name in {**before, **now} if before.get(name) != now.get(name))
             raise BadSetting(
                 f"{folder} holds a run with other settings: {other} was {before.get(other)!r} and is "
-                f"{settings.get(other)!r}; give another folder"
+                f"{now.get(other)!r}; give another folder"
             )
         if lines[-1:] != [""]:
             path.write_text("\n".join([first, *lines[:-1]]) + "\n")

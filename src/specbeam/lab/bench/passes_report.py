@@ -1,11 +1,12 @@
 """The costs of passes as tables, as records and as a plot."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specbeam.lab.bench.passes import OURS, THEIRS, Fits, PassCell, PassPlan
+from specbeam.errors import counted
+from specbeam.lab.bench.passes import Fits, PassCell, PassPlan
 from specbeam.lab.bench.speed import Spread
 from specbeam.lab.bench.tables import (
     colours_of,
@@ -24,8 +25,8 @@ def as_records(cells: Sequence[PassCell], fitted: Fits) -> list[dict[str, Any]]:
         records.append({"record": "ms by rows", "length": length} | dataclasses.asdict(fit))
     if fitted.row is not None:
         records.append({"record": "ms of a row by length"} | dataclasses.asdict(fitted.row))
-    for (engine, beams), fit in fitted.by_beams.items():
-        records.append({"record": "ms by length", "engine": engine, "beams": beams} | dataclasses.asdict(fit))
+    for beams, fit in fitted.by_beams.items():
+        records.append({"record": "ms by length", "beams": beams} | dataclasses.asdict(fit))
     return records
 
 
@@ -34,20 +35,23 @@ def as_markdown(cells: Sequence[PassCell], fitted: Fits, plan: PassPlan) -> str:
 
     Times are medians of the rounds, with the smallest and the largest round.
     """
-    at = {(cell.engine, cell.length, cell.rows): cell for cell in cells}
+    at = {(cell.length, cell.rows): cell for cell in cells}
     heads = [f"{length} cached" for length in plan.lengths]
     sizes = []
     for rows in plan.rows:
-        costs = [_spread(at[OURS, length, rows].pass_ms) for length in plan.lengths]
+        costs = [_spread(at[length, rows].pass_ms) for length in plan.lengths]
         sizes.append([str(rows), *costs])
     blocks = [markdown_table(["ms of a pass, by rows", *heads], sizes), *_lines(fitted)]
+    turns = []
+    stored = []
+    for beams in plan.beams:
+        row = [at[length, beams] for length in plan.lengths]
+        fit = fitted.by_beams.get(beams)
+        slope = "" if fit is None else f"{1e3 * fit.slope:.2f}"
+        turns.append([counted(beams, "beam"), *(_spread(cell.turn_ms) for cell in row), slope])
+        stored.append([counted(beams, "beam"), *(f"{cell.kv_tokens:,} ({cell.kv_mb:,.0f} MB)" for cell in row)])
     if plan.beams:
-        turns = _beams(at, plan, lambda cell: _spread(cell.turn_ms) or f"not made, {cell.kv_mb / 1e3:.1f} GB")
-        for row, key in zip(turns, _order(plan), strict=True):
-            fit = fitted.by_beams.get(key)
-            row.append("" if fit is None else f"{1e3 * fit.slope:.2f}")
         blocks.append(markdown_table(["ms of a pass and reordering", *heads, "µs per cached token"], turns))
-        stored = _beams(at, plan, lambda cell: f"{cell.kv_tokens:,} ({cell.kv_mb:,.0f} MB)")
         blocks.append(markdown_table(["KV tokens stored", *heads], stored))
     return "\n\n".join(blocks)
 
@@ -69,28 +73,7 @@ def _lines(fitted: Fits) -> list[str]:
     return blocks
 
 
-def _order(plan: PassPlan) -> list[tuple[str, int]]:
-    return [(engine, beams) for beams in plan.beams for engine in (OURS, THEIRS)]
-
-
-def _beams(
-    at: dict[tuple[str, int, int], PassCell], plan: PassPlan, text_of: Callable[[PassCell], str]
-) -> list[list[str]]:
-    """Return a row per number of beams and engine, with a text per length."""
-    rows = []
-    for engine, beams in _order(plan):
-        texts = [text_of(at[engine, length, beams]) for length in plan.lengths]
-        rows.append([_label(engine, beams), *texts])
-    return rows
-
-
-def _label(engine: str, beams: int) -> str:
-    return f"{engine}, {beams} beam{'s' * (beams > 1)}"
-
-
-def _spread(spread: Spread | None) -> str:
-    if spread is None:
-        return ""
+def _spread(spread: Spread) -> str:
     if spread.median < 10:
         return spread_text(spread, 2, ",")
     if spread.median < 100:
@@ -108,8 +91,7 @@ def plot(cells: Sequence[PassCell], fitted: Fits, plan: PassPlan, path: Path) ->
     colours = colours_of("viridis")
     colours_of_beams = colours_of("tab10")
     for place, length in enumerate(plan.lengths):
-        ours = [cell for cell in cells if cell.engine == OURS and cell.length == length]
-        row = [cell for cell in ours if cell.rows in plan.rows]
+        row = [cell for cell in cells if cell.length == length and cell.rows in plan.rows]
         colour = colours(0.9 - 0.9 * place / max(len(plan.lengths) - 1, 1))
         _points(left, plan.rows, [cell.pass_ms for cell in row], colour, "o", "none", f"{length:,} tokens")
         if length in fitted.by_length:
@@ -118,11 +100,10 @@ def plot(cells: Sequence[PassCell], fitted: Fits, plan: PassPlan, path: Path) ->
             left.plot(bends, [fit.at(rows) for rows in bends], color=colour, lw=1)
     left.set(xlabel="rows of a pass", ylabel="ms per pass", xlim=(0, None), ylim=(0, None))
     left.legend(title="in the cache; lines: fits", fontsize=8, title_fontsize=8)
-    for engine, beams in _order(plan):
-        row = [cell for cell in cells if (cell.engine, cell.rows) == (engine, beams)]
-        colour = colours_of_beams(plan.beams.index(beams))
-        style = "-" if engine == OURS else "--"
-        _points(right, plan.lengths, [cell.turn_ms for cell in row], colour, "o", style, _label(engine, beams))
+    for place, beams in enumerate(plan.beams):
+        row = [cell for cell in cells if cell.rows == beams]
+        turns = [cell.turn_ms for cell in row]
+        _points(right, plan.lengths, turns, colours_of_beams(place), "o", "-", counted(beams, "beam"))
     right.set(xlabel="tokens in the cache", ylabel="ms per pass and reordering", xscale="log", yscale="log")
     right.set_xticks(plan.lengths, [f"{length:,}" for length in plan.lengths])
     right.minorticks_off()
@@ -133,16 +114,13 @@ def plot(cells: Sequence[PassCell], fitted: Fits, plan: PassPlan, path: Path) ->
 
 
 def _points(
-    axes: Any, x: Sequence[int], spreads: Sequence[Spread | None], colour: Any, marker: str, style: str, label: str
+    axes: Any, x: Sequence[int], spreads: Sequence[Spread], colour: Any, marker: str, style: str, label: str
 ) -> None:
-    """Draw the spreads that are known as error bars."""
-    places = [place for place, spread in zip(x, spreads, strict=True) if spread is not None]
-    known = [spread for spread in spreads if spread is not None]
-    if known:
-        medians = [spread.median for spread in known]
-        below = [spread.median - spread.low for spread in known]
-        above = [spread.high - spread.median for spread in known]
-        axes.errorbar(
-            places, medians, yerr=[below, above],
-            marker=marker, ms=4, capsize=2, lw=1.2, elinewidth=0.8, ls=style, color=colour, label=label,
-        )  # fmt: skip
+    """Draw spreads as error bars."""
+    medians = [spread.median for spread in spreads]
+    below = [spread.median - spread.low for spread in spreads]
+    above = [spread.high - spread.median for spread in spreads]
+    axes.errorbar(
+        x, medians, yerr=[below, above],
+        marker=marker, ms=4, capsize=2, lw=1.2, elinewidth=0.8, ls=style, color=colour, label=label,
+    )  # fmt: skip
