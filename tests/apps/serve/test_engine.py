@@ -204,7 +204,7 @@ def test_a_queue_that_is_full_refuses_and_a_deadline_ends_what_waits_or_runs(pai
         cut.released.set()
         (session,) = cut.wait()
         assert session.failure is None
-        assert cut.jobs[0].cut == "it reached the time limit"
+        assert cut.jobs[0].cut == "request_timeout"
         assert 0 < session.length < 150
         engine.drain(1)
         with pytest.raises(Draining):

@@ -1,6 +1,7 @@
 """Keys that flood delay themselves, and what is decoded is answered."""
 
 import asyncio
+import re
 import threading
 import time
 
@@ -174,12 +175,29 @@ def test_texts_of_a_request_that_has_started_wait_for_their_turn(plain):
         assert outcome(many) == {"NoneType"}
 
 
+def figures_of(server):
+    return re.sub('model_name="[^"]*"', 'model_name="m"', server.metrics.text().decode())
+
+
+@pytest.mark.parametrize(
+    "beams", [{"use_beam_search": True}, {"num_beams": 2}, {"specbeam": {"beams": 2}}, {"best": 2}]
+)
+def test_requests_may_choose_the_offered_methods_alone_by_whatever_field(plain, beams):
+    body = {"prompt": [3, 4], "max_tokens": 2}
+    with started(plain, methods=("sampling",)) as (_, app):
+        refused = answer_of(asyncio.run(told(app, body | beams)))["error"]["message"]
+        assert "this server offers sampling" in refused
+    with started(plain, methods=("sampling", "beam_search", "best_first")) as (_, app):
+        assert answer_of(asyncio.run(told(app, body | beams)))["choices"]
+
+
 def test_what_is_decoded_at_the_time_limit_is_answered_and_the_rest_is_empty(plain):
     """Whole and streamed; a request of which nothing is decoded is refused."""
     body = {"prompt": [[3, 4 + number] for number in range(30)], "max_tokens": 100, "ignore_eos": True, "seed": 1}
     body["specbeam"] = {"method": "sampling"}
-    with started(plain, max_running=1, request_timeout=0.6) as (_, app):
+    with started(plain, max_running=1, request_timeout=0.6) as (server, app):
         asyncio.run(told(app, body | {"prompt": [3, 4], "max_tokens": 1}))  # its parts are made
+        assert 'specbeam:texts_cut_total{engine="0",model_name="m",reason="request_timeout"} 0.0' in figures_of(server)
         for more in ({}, {"logprobs": 1}):
             sent = asyncio.run(told(app, body | more))
             answer = answer_of(sent)
@@ -194,6 +212,8 @@ def test_what_is_decoded_at_the_time_limit_is_answered_and_the_rest_is_empty(pla
         events = b"".join(one.get("body", b"") for one in asyncio.run(told(app, body | {"stream": True}))).decode()
         assert events.count('"finish_reason":"length"') == 30
         assert "error" not in events
+        assert server.metrics.cut["request_timeout"] > 0
+        assert server.metrics.cut["draining"] == 0
     with started(plain, max_running=1, request_timeout=1e-9) as (_, app):
         assert answer_of(asyncio.run(told(app, body)))["error"]["code"] == "request_timeout"
 

@@ -15,11 +15,12 @@ with ended_by_signals():
     time.sleep(3600)
 """
 HANDLERS = """
-import signal
+import os, signal, time
 from specbeam.apps.serve.leaving import ended_by_signals
 before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
 with ended_by_signals():
-    pass
+    os.kill(os.getpid(), signal.SIGHUP)  # there are no keys to read again yet
+    time.sleep(0.2)
 assert before == [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
 """
 
@@ -30,5 +31,5 @@ def test_a_signal_ends_a_process_whose_threads_are_busy_at_once_with_exit_code_0
     assert subprocess.run(command, timeout=120, check=False).returncode == 0
 
 
-def test_the_handlers_of_signals_are_restored():
+def test_a_reload_before_the_keys_are_read_is_ignored_and_the_handlers_of_signals_are_restored():
     assert subprocess.run([sys.executable, "-c", HANDLERS], timeout=120, check=False).returncode == 0

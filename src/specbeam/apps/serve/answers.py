@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from specbeam import Beam, Generation, Pair, __version__
-from specbeam.apps.serve.engine import Draining, Job, length_of
+from specbeam.apps.serve.engine import CUTS, Draining, Job, length_of
 from specbeam.apps.serve.mapping import Order
 from specbeam.apps.serve.scoring import TokenScore
 from specbeam.apps.serve.tools import MARKS, ToolCall, calls_in, forced_call, start_of_calls
@@ -88,7 +88,7 @@ def generations_of(
             own += _empty(request, order, job)
             continue
         if job.cut:
-            warnings.append(f"a text was cut off: {job.cut}")
+            warnings.append(f"a text was cut off: {CUTS[job.cut]}")
         own += result
     form = order.settings.form_kind
     if form is not None and any(one and not one[0].beams[0].finished for one in by_prompt):

@@ -8,7 +8,7 @@ import logging
 import math
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -162,6 +162,7 @@ class BeamServer:
         self.metrics = ServerMetrics(config.name or str(config.model))
         self.state = "loading"  # then "ready", "draining" or "failed"
         self.failure = ""
+        self.exit_code = 0  # of a start that failed: 2 if a restart cannot mend the cause
         self.phase = "loading the models"  # while the state is "loading"
         self.asking: dict[str, UnderWay] = {}
         self.engine: Engine | None = None
@@ -214,6 +215,7 @@ class BeamServer:
             self.engine.call(lambda: _warm_up(pair, served), COMPILE_S).result()
         except Exception as error:
             self.failure = str(error)
+            self.exit_code = 2 if isinstance(error, (SpecbeamError, MemoryError)) else 1
             self.state = "failed"
             if isinstance(error, MemoryError):
                 running = self.config.max_running
@@ -422,6 +424,10 @@ class BeamServer:
         reasons = [choice.finish_reason for choice in outcome.choices]
         self.metrics.note(jobs, prompt_tokens, tokens, asking.order.count, asking.order.method.beams, reasons)
         note |= {"prompt_tokens": prompt_tokens, "tokens": tokens}
+        cut = Counter(job.cut for job in jobs if job.cut)
+        self.metrics.cut += cut
+        if cut:
+            note["cut"] = ", ".join(sorted(cut))
         if self.config.log_texts:
             note["answers"] = [choice.text for choice in outcome.choices]
         for job in jobs:

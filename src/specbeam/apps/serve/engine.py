@@ -31,6 +31,7 @@ BEATS_S = 0.5  # seconds between two checks of the clock while idle
 RESTARTS = 3  # faults within `RESTARTS_S` seconds after which the engine is dead
 RESTARTS_S = 60.0
 COMPILE_S = 300.0  # seconds in which a method must be compiled and timed before the engine counts as stuck
+CUTS = {"request_timeout": "it reached the time limit", "draining": "the server shut down"}
 MOST_KNOWN = 4096  # keys of methods that are remembered as compiled
 CLOSE_S = 5.0  # seconds to wait for the thread of a dead engine
 Result = TypeVar("Result")
@@ -97,7 +98,7 @@ class Job:
 
     Attributes:
         settled: the new tokens that all possible answers share.
-        cut: why the text was cut short; "" if it was not.
+        cut: why the text was cut short, a key of `CUTS`; "" if it was not.
         is_lost: whether the job failed by a fault that another job may have caused.
         lost_at: clock time of that fault; None without one.
         is_over: whether the session has left the engine; `session.failure` holds its error, if any.
@@ -756,7 +757,7 @@ class Engine:
     def _end_late(self, job: Job) -> None:
         """End a job at its time limit: with its text so far, if it has any."""
         late = TimedOut("the request timed out before its first token; raise request_timeout or ask for less")
-        self._cut(job, "it reached the time limit", late)
+        self._cut(job, "request_timeout", late)
 
     def _cut(self, job: Job, reason: str, error: SpecbeamError) -> None:
         """End a job with its text so far, or with an error if it has none. A search ends with the texts it has found."""
@@ -933,9 +934,7 @@ class Engine:
         self._obey(orders)
         is_dead = self.state == "dead"
         end = EngineFailed("the engine is dead") if is_dead else Draining("the server has shut down")
-        leave = (
-            partial(self._end, error=end) if is_dead else partial(self._cut, reason="the server shut down", error=end)
-        )
+        leave = partial(self._end, error=end) if is_dead else partial(self._cut, reason="draining", error=end)
         self._each([*self._line, *self.inside], leave)
         for one in self._tasks:
             one.close()

@@ -25,13 +25,16 @@ def end_now(code: int) -> None:
 def ended_by_signals() -> Iterator[None]:
     """End the process at once, with exit code 0, at SIGINT or SIGTERM while no server has installed its own handlers.
 
-    A process that is the first of a container would otherwise ignore SIGTERM. Other threads than the main one cannot handle
-    signals: there this does nothing.
+    A process that is the first of a container would otherwise ignore SIGTERM. SIGHUP, which would end the process, asks a
+    server to read its keys again: before it has read them there is nothing to do. Other threads than the main one cannot
+    handle signals: there this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {one: signal.signal(one, _leave) for one in (signal.SIGINT, signal.SIGTERM)}
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         yield
     finally:

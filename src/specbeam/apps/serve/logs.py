@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ from specbeam.doors import compilation_line, compilation_watch
 EVERY_S = 15.0  # seconds between two lines while steps are compiled
 LOG = logging.getLogger("specbeam.serve")
 UVICORN = logging.getLogger("uvicorn.error")
+WARNINGS = logging.getLogger("py.warnings")  # of Python
 
 
 class JsonLines(logging.Formatter):
@@ -21,7 +23,7 @@ class JsonLines(logging.Formatter):
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
-            "message": record.getMessage(),
+            "message": record.getMessage().strip(),
         }
         line |= getattr(record, "fields", {})
         if record.exc_info:
@@ -68,9 +70,12 @@ def set_up_log(level: str = "info") -> None:
         level: "debug", "info", "warning" or "error"; uvicorn's own messages are written from "warning" on.
     """
     logging.raiseExceptions = False
+    if sys.stderr is None or not sys.stderr.isatty():  # each line is JSON; `CompilationLog` says how far compilation is
+        os.environ["SPECBEAM_PROGRESS"] = "off"
+    logging.captureWarnings(True)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    for logger, lowest in ((LOG, logging.DEBUG), (UVICORN, logging.WARNING)):
+    for logger, lowest in ((LOG, logging.DEBUG), (UVICORN, logging.WARNING), (WARNINGS, logging.DEBUG)):
         logger.addHandler(handler)
         logger.setLevel(max(logging.getLevelName(level.upper()), lowest))
         logger.propagate = False

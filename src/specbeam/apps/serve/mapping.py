@@ -524,10 +524,13 @@ def named_method(
         width: number of beams; None: the method's default.
     """
     has_draft = served.pair.draft is not None
-    name = options.method or ("speculative_beam_search" if has_draft else "beam_search")
     allowed = served.config.methods or tuple(RECIPE_OF)
-    if name == "auto" or name not in RECIPE_OF or (options.method is not None and name not in allowed):
+    searches = ("speculative_beam_search", "beam_search") if has_draft else ("beam_search",)  # of the same texts
+    name = options.method or next((one for one in searches if one in allowed), searches[0])
+    if name == "auto" or name not in RECIPE_OF or name not in allowed:
         offered = [one for one in RECIPE_OF if one in allowed and one not in served.unfit]
+        if options.method is None:
+            raise invalid(f"beams are decoded by {name}, and this server offers {', '.join(offered)}", "specbeam")
         near = hint(name, offered)
         raise invalid(f"specbeam.method is {shown(name)}{near}; this server offers {', '.join(offered)}", "specbeam")
     make = RECIPE_OF[name]

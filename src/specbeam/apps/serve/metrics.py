@@ -10,10 +10,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from specbeam import __version__
 from specbeam.apps.serve.answers import drafting_passes
 from specbeam.apps.serve.buckets import SECONDS, Buckets
-from specbeam.apps.serve.engine import Engine, Job, length_of
+from specbeam.apps.serve.engine import CUTS, Engine, Job, length_of
 from specbeam.core import LM
 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+REJECTIONS = ("draining", "key_limit", "queue_full", "queue_timeout")  # for lack of capacity
 OF_ENGINE = ("model_name", "engine")  # labels of all metrics but the version, as in vLLM
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
@@ -31,6 +32,7 @@ class ServerMetrics:
         self.engine: Engine | None = None
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
+        self.cut: Counter[str] = Counter()
         self.http: Counter[tuple[str, int]] = Counter()
         self.totals: Counter[str] = Counter()
         self.audio_seconds = 0.0  # seconds of transcribed audio
@@ -146,8 +148,10 @@ class ServerMetrics:
         yield self._counters("spec_decode_num_accepted_tokens_per_pos", what, "position", by_depth)
         finished = dict(sorted(self.finished.items()))
         yield self._counters("request_success", "Finished texts.", "finished_reason", finished)
-        rejected = dict(sorted(self.rejected.items()))
+        rejected = {code: self.rejected[code] for code in sorted({*REJECTIONS, *self.rejected})}
         yield self._counters("admission_rejections", "Requests rejected for lack of capacity.", "reason", rejected)
+        cut = {reason: self.cut[reason] for reason in CUTS}
+        yield self._counters("texts_cut", "Texts that the server cut off.", "reason", cut)
         http = CounterMetricFamily("specbeam:http_requests", "Answers.", labels=[*OF_ENGINE, "path", "status"])
         for (path, status), number in sorted(self.http.items()):
             http.add_metric([*self._engine, path, str(status)], number)

@@ -78,7 +78,7 @@ class _Uvicorn(uvicorn.Server):
                 LOG.warning("shutting down by force: the engine was still in a step after drain_timeout")
                 end_now(self.code)
             if self.beams.state == "failed" and not self.beams.has_started:
-                self.code = 1
+                self.code = self.beams.exit_code
                 self.should_exit = True
                 return
             if reason := self.beams.cause_of_death():
@@ -206,7 +206,10 @@ def _read_keys(server: BeamServer) -> None:
     except Exception as error:  # in the handler of a signal it would end the server
         LOG.error("the API keys were not reloaded, the old ones stay valid: %s", error)
         return
-    LOG.info("the API keys were reloaded")
+    if server.config.api_key_file:
+        LOG.info("%s API keys are in use, from %s", len(server.keys.weights), server.config.api_key_file)
+    else:
+        LOG.warning("there is no file of API keys to reload")
 
 
 def _say_when_ready(server: BeamServer, runner: _Uvicorn) -> None:

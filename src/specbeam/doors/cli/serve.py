@@ -58,7 +58,7 @@ def _serve(given: ServeArguments) -> int:
     _check_models(config)
     _check_files(config)
     for name in (config.method, *config.methods):
-        if name not in ("", "auto"):
+        if name not in ("", "auto") and not (name == "best_first" and name in config.methods):
             setting_names(name)
     if config.method != "auto":
         has_draft = config.draft is not None or config.model == "bundled"
