@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from specbeam.core.audit import Audit
+from specbeam.core.audit import ALARM, Audit
 from specbeam.core.decode import decode, decode_live
 from specbeam.core.records import Generation, Report, Turn
 from specbeam.core.runs import TURNS
@@ -292,16 +292,23 @@ def _put_new_tokens(streamer: Any, tokens: list[int], sent: int) -> int:
 
 
 def _warn_if_audit_failed(request: Request) -> None:
-    """Issue an `AuditWarning` if the combined audit of all sessions is suspicious."""
-    whole = sum((session.audit for session in request.sessions), Audit())
-    if whole.suspicious:
+    """Issue an `AuditWarning` if the sessions are suspicious, together or one by one, or if the audit tested nothing."""
+    audits = [session.audit for session in request.sessions]
+    whole = sum(audits, Audit())
+    # A mean of evidence is evidence: one text that is far off is seen among many.
+    evidence = (whole.evidence + sum(one.evidence for one in audits) / max(len(audits), 1)) / 2
+    drawn = [one for one in request.sessions if one.failure is None and not one.warp.greedy and not one.warp.search]
+    if not evidence < ALARM:
         warn(
-            f"AUDIT FAILED: {request.method.name} did not have its declared law; please report this with the seed. "
-            f"Evidence {whole.evidence:.3g} (a correct run reaches it with probability at most 1/{whole.evidence:.3g}); "
+            f"AUDIT FAILED: {request.method.name} did not have its declared law; please report this with the seed, unless a "
+            f"part is yours. Evidence {evidence:.3g} (a correct run reaches it with probability at most 1/{evidence:.3g}); "
             f"z_accept {whole.z_accept:.1f} over {whole.trials} trials, z_logp {whole.z_logp:.1f} over {whole.draws} draws, "
             f"{whole.impossible} tokens of probability 0",
             AuditWarning,
         )
+    elif whole.empty and drawn:
+        rule = type(request.plan.parts.rule).__name__
+        warn(f"the audit tested nothing: {rule} notes neither draws nor trials (docs/write_a_method.md)", AuditWarning)
 
 
 def in_prompt_order(
@@ -319,7 +326,7 @@ def in_prompt_order(
         SomeFailed: some of several prompts failed. Its `generations` has `num_return_sequences` entries per prompt, None
             for missing generations.
     """
-    failures = [result for result in results.values() if isinstance(result, SpecbeamError)]
+    failures = [found for _, found in sorted(results.items()) if isinstance(found, SpecbeamError)]
     if failures and len(set(request.prompt_of)) == 1 and len(failures) == len(results):
         raise failures[0]
     of_prompt: dict[int, list[Generation]] = {}

@@ -92,8 +92,8 @@ class Audit:
 
     @property
     def suspicious(self) -> bool:
-        """Whether a run of the declared law would reach this evidence with probability 1/10,000 at most."""
-        return self.evidence >= ALARM
+        """Whether a run of the declared law would reach this evidence with probability 1/10,000 at most; True for NaN."""
+        return not self.evidence < ALARM
 
     @property
     def empty(self) -> bool:

@@ -295,13 +295,21 @@ class Forest(NamedTuple):
             logq=scores,
         )
 
-    def fitting(self, vocab: int) -> "Forest":
-        """Return the forest itself if all its tokens are below `vocab`; raises `BadForest` if not."""
+    def fitting(self, vocab: int, most_layers: int) -> "Forest":
+        """Return the forest itself; raises `BadForest` for a token outside of the vocabulary, or too many layers.
+
+        Args:
+            vocab: the size of the target's vocabulary.
+            most_layers: maximum number of drafted layers.
+        """
         if self.size and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < vocab:
             strange = sorted({token for token in self.tokens.tolist() if not 0 <= token < vocab})
             raise BadForest(
                 f"the drafter returned tokens {strange[:5]}, but the target's vocabulary is 0 to {vocab - 1}"
             )
+        layers = depths_of(self.parents).max() if self.size else 0
+        if layers > most_layers:
+            raise BadForest(f"the drafter returned {layers} layers of drafts; expected at most {most_layers}")
         return self
 
     @property

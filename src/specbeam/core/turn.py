@@ -12,6 +12,7 @@ from specbeam.core.measure.profiler import span
 from specbeam.core.records import RowCounts, Scored, Shape, Turn, Verdict
 from specbeam.core.runs import take_whole_rows
 from specbeam.core.session import Session
+from specbeam.core.verify.checked import checked_verdict
 
 Turns = list[tuple[Session, Turn]]
 
@@ -34,7 +35,7 @@ def turns(target: LM, live: list[Session]) -> Turns:
             continue
         with session.failing_alone():
             with span("verify"):
-                verdict = _verdict(session, forest, found)  # the surviving beams
+                verdict = _verdict(session, forest, found, target.vocab)  # the surviving beams
                 if session.keeps_nodes and verdict.searched is None:
                     verdict = replace(verdict, kept=kept_nodes(forest.parents, verdict.beams.nodes))
             turn = Turn(shape, forest, found, verdict)
@@ -78,7 +79,8 @@ def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scor
     return answers
 
 
-def _verdict(session: Session, forest: Forest, scored: Scored) -> Verdict:
+def _verdict(session: Session, forest: Forest, scored: Scored, vocab: int) -> Verdict:
     """Return the verdict of the rule. A rule with `needs` gets the whole `Scored`, other rules get logits."""
     rule = session.parts.rule
-    return rule.verify(session, forest, scored if hasattr(rule, "needs") else scored.logits)
+    verdict = rule.verify(session, forest, scored if hasattr(rule, "needs") else scored.logits)
+    return checked_verdict(verdict, forest, vocab, rule)

@@ -23,7 +23,8 @@ def drafted(sessions: list[Session], shapes: list[Shape], vocab: int) -> list[Fo
             drafts = drafter.draft(batch, [shape_of[session] for session in batch])
             for session, forest in zip(batch, drafts, strict=True):
                 with session.failing_alone("draft: "):
-                    forests[session] = forest.fitting(vocab)
+                    most_layers = max(shape_of[session].depth, session.remaining)
+                    forests[session] = forest.fitting(vocab, most_layers)
     return [*forests.values()]
 
 

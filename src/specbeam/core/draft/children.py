@@ -7,19 +7,33 @@ import numpy as np
 from jaxtyping import Float64
 
 from specbeam.core.dice import Dice
+from specbeam.core.errors import BadForest
 
+ROUNDING = 1e-6  # difference from 1 that the sum of a law may have
 Law = Float64[np.ndarray, " vocab"]
 ONE_BY_ONE, STRUCK_OUT, STRUCK_OUT_THEN_ANY, LIKELIEST, LIKELIEST_AND_ONE = range(5)  # ways that steps know
 
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """A group of siblings, in draw order; see `core.forest.Siblings`."""
+    """A group of siblings, in draw order; see `core.forest.Siblings`. Raises `BadForest` if a draw is not of its law."""
 
     tokens: list[int]
-    law: Law | None = None  # the law of the draws; None: unknown
+    law: Law | None = None  # the law of the draws, which sums to 1, with the length of the draft law; None: unknown
     replacement: bool = False  # whether they were drawn with replacement
     deterministic: bool = False  # whether they were chosen, not drawn
+
+    def __post_init__(self) -> None:
+        if self.law is None or self.deterministic:
+            return
+        total, least = np.sum(self.law), np.min(self.law)
+        if not (abs(total - 1) <= ROUNDING and least >= 0):
+            raise BadForest(
+                f"the law of draws sums to {total:.6g}, its least number is {least:.6g}; expected a law that sums to 1"
+            )
+        excluded = [token for token in self.tokens if not 0 <= token < len(self.law) or self.law[token] == 0]
+        if excluded:
+            raise BadForest(f"{excluded[0]} was drawn, which has probability 0 in the law that its draw states")
 
 
 @runtime_checkable

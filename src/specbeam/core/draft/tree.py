@@ -8,6 +8,7 @@ import itertools
 import operator
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
+from numbers import Integral
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -42,7 +43,7 @@ from specbeam.core.draft.turns import (
     tosses_of,
     uncut,
 )
-from specbeam.core.errors import BrokenProcessor
+from specbeam.core.errors import BadForest, BrokenProcessor
 from specbeam.core.forest import (
     CHOSEN,
     DISTINCT,
@@ -584,7 +585,7 @@ def grow_layer_in_python(draft: TreeDraft, rows: Any, spec: OwnChildrenSpec, dic
             return draft, BROKEN
         if condition == SOUND:
             law = law_after(rows, number, spec.truncation)
-            families.append((number, law, spec.children.draw(law.p, count, dice)))
+            families.append((number, law, _checked(spec.children.draw(law.p, count, dice), len(law.p), spec.children)))
     groups = [group for _, _, family in families for group in family]
     born = room_for_children(forest.size, sum(len(group.tokens) for group in groups), len(groups))
     used = len(forest.siblings.law_odds)
@@ -605,6 +606,18 @@ def grow_layer_in_python(draft: TreeDraft, rows: Any, spec: OwnChildrenSpec, dic
                 used = state_law(law, group.law, laws, used)
             close_group(born, kind, node, used)
     return _with_children(draft, born, laws, used, rows.vocab), SOUND
+
+
+def _checked(family: list[Draws], size: int, children: object) -> list[Draws]:
+    """Return the draws of a user's `Children` from a law of this size. Raises `BadForest` if they do not fit it."""
+    for group in family:
+        of_law = size if group.law is None else len(group.law)
+        if of_law != size or not all(isinstance(token, Integral) and 0 <= token < size for token in group.tokens):
+            raise BadForest(
+                f"{type(children).__name__}.draw returned tokens {[*group.tokens][:5]} and a law of {of_law} numbers; "
+                f"expected indices into the draft law, and a law of its {size}"
+            )
+    return family
 
 
 @step

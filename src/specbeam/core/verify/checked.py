@@ -1,0 +1,44 @@
+"""The check of a verdict from a rule that runs in Python, before steps follow its numbers without looking."""
+
+from typing import Any
+
+import numpy as np
+
+from specbeam.core.errors import BrokenPart
+from specbeam.core.forest import Forest, depths_of
+from specbeam.core.records import Verdict
+
+
+def checked_verdict(verdict: Any, forest: Forest, vocab: int, rule: object) -> Verdict:
+    """Return the verdict of a rule. Raises `BrokenPart`, which names the rule, if it does not fit the forest.
+
+    Args:
+        vocab: the size of the target's vocabulary.
+    """
+    who = f"the rule {type(rule).__name__} returned"
+    if not isinstance(verdict, Verdict):
+        raise BrokenPart(f"{who} {type(verdict).__name__}; expected a Verdict")
+    if verdict.searched is not None:  # of the rule for searches, whose layers have no draws
+        return verdict
+    layers = verdict.layers
+    parents = layers.parents
+    nodes, tokens, *_ = layers.beams
+    ends = layers.draw_ends
+    draws = len(parents)
+    if {len(values) for values in (*layers.beams, layers.ended)} != {draws} or ends.tolist()[-1:] != [draws]:
+        raise BrokenPart(f"{who} layers whose arrays have different lengths, or whose last draw_end is not {draws}")
+    given = (("parent", parents, 0, forest.size), ("node", nodes, -1, forest.size), ("token", tokens, 0, vocab))
+    for name, values, least, size in given:
+        wrong = values[(values < least) | (values >= size)]
+        if len(wrong):
+            raise BrokenPart(f"{who} {name} {wrong[0]}; expected {least} to {size - 1}")
+    depths = depths_of(forest.parents)[parents]
+    wanted = np.searchsorted(ends, np.arange(draws), side="right")
+    for at in np.flatnonzero(depths != wanted):
+        raise BrokenPart(f"{who} a draw of layer {wanted[at]} below node {parents[at]}, whose depth is {depths[at]}")
+    is_other = (forest.tokens[nodes] != tokens) | (forest.parents[nodes] != parents)
+    for at in np.flatnonzero((nodes >= 0) & is_other):
+        raise BrokenPart(
+            f"{who} node {nodes[at]} for token {tokens[at]} below node {parents[at]}, which is another node"
+        )
+    return verdict

@@ -1,0 +1,155 @@
+"""A rule of a user whose verdict does not fit the forest ends its own text, with a sentence, and no process."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import specbeam as sb
+from specbeam.core.audit import Audit
+from specbeam.core.laws.evidence import TILTS
+from specbeam.errors import AuditWarning, BadForest, BrokenPart, SomeFailed
+from tests.support import words
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return words.pair(check=False)
+
+
+class Broken:
+    """Matches drafts, and changes the layers of one prompt's verdicts."""
+
+    law = "exact: plain sampling"
+
+    def __init__(self, change, prompt):
+        self.change = change
+        self.prompt = prompt
+
+    def verify(self, session, forest, scored):
+        verdict = sb.verify.MatchRule().verify(session, forest, scored)
+        if session.number != self.prompt:
+            return verdict
+        return self.change(verdict)
+
+
+def with_layers(**fields):
+    return lambda verdict: replace(
+        verdict, layers=verdict.layers._replace(**{k: f(verdict.layers) for k, f in fields.items()})
+    )
+
+
+def with_beams(**fields):
+    def change(layers):
+        return layers.beams._replace(**{name: make(layers.beams) for name, make in fields.items()})
+
+    return with_layers(beams=change)
+
+
+CHANGES = {
+    "nothing": (lambda verdict: None, "returned NoneType; expected a Verdict"),
+    "parents beyond": (with_layers(parents=lambda layers: layers.parents + 50), "returned parent 50; expected 0 to"),
+    "parents before": (with_layers(parents=lambda layers: layers.parents - 1), "returned parent -1"),
+    "parents of another layer": (with_layers(parents=lambda layers: layers.parents + 1), "whose depth is 1"),
+    "tokens beyond": (with_beams(tokens=lambda beams: beams.tokens + 100_000), "returned token 100"),
+    "tokens before": (with_beams(tokens=lambda beams: beams.tokens - 1000), "returned token -"),
+    "nodes beyond": (with_beams(nodes=lambda beams: beams.nodes + 900), "returned node"),
+    "nodes of other tokens": (with_beams(nodes=lambda beams: np.zeros_like(beams.nodes)), "returned node 0 for token"),
+    "fewer draws": (with_layers(parents=lambda layers: layers.parents[:-1]), "arrays have different lengths"),
+    "ends": (with_layers(draw_ends=lambda layers: layers.draw_ends + 1), "whose last draw_end is not"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_verdict_that_does_not_fit_ends_its_own_text(pair, name):
+    change, said = CHANGES[name]
+    method = sb.speculative_sampling(2, rule=Broken(change, 1))
+    prompts = ["abc", "Hello", "no"]
+    with pytest.raises(SomeFailed) as found:
+        sb.generate(pair, prompts, method, seed=1, max_new_tokens=6)
+    (failure,) = found.value.failures
+    assert isinstance(failure, BrokenPart)
+    assert str(failure).startswith("prompt 1, step 0: the rule Broken returned ")
+    assert said in str(failure)
+    alone = sb.generate(pair, prompts, sb.speculative_sampling(2, rule="match"), seed=1, max_new_tokens=6)
+    kept = found.value.generations
+    assert [one and one.tokens for one in kept] == [alone[0].tokens, None, alone[2].tokens]
+
+
+class TooDeep:
+    """Drafts a chain far beyond what the text may still have."""
+
+    def draft(self, sessions, shapes):
+        return [
+            session.undrafted.grown(np.full(400, 5), np.arange(-1, 399) + session.undrafted.size)
+            for session in sessions
+        ]
+
+    def settle(self, session, turn):
+        pass
+
+
+def test_a_draft_beyond_the_end_of_the_text_is_refused(pair):
+    law = "exact: plain sampling"
+    parts = sb.Parts(TooDeep(), sb.verify.MatchRule(), sb.control.FixedShape(2, 1), law)
+    method = sb.Method("deep", law, 1, lambda *_: parts)
+    with pytest.raises(BadForest, match="returned 400 layers of drafts; expected at most 6"):
+        sb.generate(pair, "abc", method, seed=1, max_new_tokens=6)
+
+
+class Stating:
+    """Children that are drawn from the draft law, and state another one."""
+
+    def __init__(self, law, tokens=None):
+        self.law = law
+        self.tokens = tokens
+
+    def draw(self, q, count, dice):
+        return [sb.draft.Draws(self.tokens or [dice.pick(q)], self.law(q), replacement=True) for _ in range(count)]
+
+
+def stating(law, tokens=None):
+    def build(target, draft):
+        drafter = sb.draft.TreeDrafter(draft, sb.draft.Branching((2,), Stating(law, tokens)))
+        return sb.Parts(drafter, sb.verify.TraversalRule(), sb.control.FixedShape(1, 0), "exact: plain sampling")
+
+    return sb.Method("stating", "exact: plain sampling", 1, build, needs_draft=True)
+
+
+@pytest.mark.parametrize(
+    ("law", "tokens", "said"),
+    [
+        (lambda q: 2 * q, None, "the law of draws sums to 2, its least number is 0"),
+        (lambda q: q * np.nan, None, "the law of draws sums to nan"),
+        (
+            lambda q: 2 * np.eye(len(q))[3] - np.eye(len(q))[4],
+            [3],
+            "sums to 1, its least number is -1; expected a law",
+        ),
+        (lambda q: np.eye(len(q))[3], [4], "4 was drawn, which has probability 0"),
+        (lambda q: np.ones(5) / 5, [3], "a law of 5 numbers; expected indices into the draft law"),
+        (lambda q: None, [10_000], r"Stating.draw returned tokens \[10000\]"),
+    ],
+)
+def test_draws_that_do_not_fit_their_law_are_refused(pair, law, tokens, said):
+    with pytest.raises(BadForest, match=said):
+        sb.generate(pair, "abc", stating(law, tokens), seed=1, max_new_tokens=4)
+
+
+class Silent:
+    """Matches drafts, and notes nothing for an audit."""
+
+    law = "exact: plain sampling"
+
+    def verify(self, session, forest, scored):
+        return replace(sb.verify.MatchRule().verify(session, forest, scored), audit=None)
+
+
+def test_an_audit_that_tests_nothing_says_so(pair):
+    method = sb.speculative_sampling(2, rule=Silent())
+    with pytest.warns(AuditWarning, match="the audit tested nothing: Silent notes neither draws nor trials"):
+        sb.generate(pair, "abc", method, seed=1, max_new_tokens=6, audit=True)
+
+
+def test_evidence_that_is_no_number_is_an_alarm():
+    assert Audit(draws=1, draw_gains=(float("nan"),) * len(TILTS)).suspicious
