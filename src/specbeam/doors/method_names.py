@@ -102,15 +102,16 @@ def check_settings(method: str, settings: Sequence[str]) -> None:
 def read_value(key: str, value: str, default: Any) -> Any:
     """Return the value of the setting `key`, read as the type of `default`.
 
-    Tuples have commas between their values. Without a default, digits are an integer and anything else is text. Raises
-    `BadSetting` for a value of another type.
+    Tuples have commas between their values, and may have brackets around them. Without a default, digits are an integer and
+    anything else is text. Raises `BadSetting` for a value of another type.
     """
     if isinstance(default, bool):
         if value.lower() not in ("true", "false"):
             raise BadSetting(f"{key} is {value!r}; it must be true or false")
         return value.lower() == "true"
     if isinstance(default, tuple) and default:
-        return tuple(read_value(key, part, default[0]) for part in value.split(","))
+        parts = value.strip("()[]").removesuffix(",").split(",")
+        return tuple(read_value(key, part, default[0]) for part in parts)
     if isinstance(default, (int, float)):
         try:
             return type(default)(value)

@@ -509,7 +509,7 @@ def test_a_client_that_goes_away_frees_its_place_and_costs_nobody_anything(serve
         with http.stream("POST", "/v1/completions", json=body) as stream:
             pieces = stream.iter_raw()
             next(pieces)
-            ended = httpx.delete(f"{url}/v1/specbeam/requests/{number}")
+            ended = httpx.delete(f"{url}/v1/specbeam/requests/cmpl-{number}")
             assert ended.status_code in (200, 404)
             rest = b"".join(pieces)
         assert b"[DONE]" in rest
@@ -643,7 +643,10 @@ def test_a_load_is_counted_request_by_request(served, capsys):
     assert json.loads(capsys.readouterr().out)["answered"] == 4
     wrong = bench_serve.LoadTestArguments(**shape, clients=1, requests=1, body='{"model": "none"}')
     assert bench_serve.serve(wrong) == 1
-    assert "404" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "404" in said.out
+    assert "the first refusal: " in said.err
+    assert "none" in said.err
     settle(server)
 
 

@@ -259,7 +259,9 @@ def test_inspect_draws_a_forest(models, tmp_path):
 def test_int8_weights_are_asked_for_by_name(models):
     code, out, err = specbeam("generate", "hello", *models, "--quantize", "int8", "--json", "--max-new-tokens", "4")
     assert code == 0, err
-    assert json.loads(out)["report"]["law"].endswith("of the target in int8")
+    report = json.loads(out)["report"]
+    assert report["law"].endswith("of the target in int8")
+    assert report["tokens_per_pass"] == report["tokens"] / report["target_passes"]
     code, _, err = shell("generate", "hello", *models, "--quantize", "int3")
     assert code == 2
     assert "must be one of 'int8', 'int4'" in err
@@ -282,9 +284,10 @@ def test_an_audited_run_says_how_it_went(models):
 
 
 def test_settings_that_are_lists(models):
-    code, _, err = specbeam(
-        "generate", "abc", *models, "--method", "rsd_c", "--set", "counts=2,1", "--seed", "1", "--max-new-tokens", "3"
-    )
+    for counts in ("2,1", "(2,1)", "[2, 1]"):
+        assert method_from("rsd_c", [f"counts={counts}"]).name == "rsd_c"
+    more = ("--method", "rsd_c", "--set", "counts=(2,1)", "--seed", "1", "--max-new-tokens", "3")
+    code, _, err = specbeam("generate", "abc", *models, *more)
     assert code == 0, err
     code, _, err = specbeam("generate", "abc", *models, "--method", "rsd_c", "--set", "counts=2,x")
     assert code == 2

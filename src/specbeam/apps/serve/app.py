@@ -881,7 +881,8 @@ def _add_looking(app: FastAPI, server: BeamServer) -> None:
     async def cancel(http: Request, number: str) -> dict[str, Any]:
         """Cancel a request of the client."""
         client = server.client(http)
-        asking = server.asking.get(number)
+        _, _, bare = number.partition("-")  # the id of an answer, such as cmpl-NUMBER, names its request, too
+        asking = server.asking.get(number) or server.asking.get(bare)
         if asking is None or asking.client.name != client.name:
             raise invalid(f"there is no request {number[:64]!r} in progress", None, "unknown_url", 404)
         asking.cancel()

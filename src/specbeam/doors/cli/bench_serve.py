@@ -8,7 +8,7 @@ import typer
 
 from specbeam.doors.cli.arguments import Record
 from specbeam.doors.cli.bench import texts_of
-from specbeam.doors.cli.common import print_json
+from specbeam.doors.cli.common import complain, print_json
 from specbeam.doors.cli.options import Json, NewTokens, PromptFiles, check_address, checked
 from specbeam.errors import BadSetting
 
@@ -107,3 +107,6 @@ def _show(report: "LoadReport") -> None:
     if report.passes_per_token is not None:
         table.add_row("target passes per token", f"{report.passes_per_token:.2f}")
     Screen().print(table)
+    refusal = next((one.refusal for one in report.once if one.refusal), "")
+    if refusal:
+        complain(f"the first refusal: {refusal}")

@@ -202,12 +202,10 @@ def as_json(number: int, prompt: Any, generation: "Generation") -> str:
         number: index of the prompt.
         prompt: the user's prompt; token ids stand for one that is not text, such as a chat.
     """
-    record = {"index": number, "prompt": prompt, **dataclasses.asdict(generation)}
-    if generation.trace is None:
-        del record["trace"]
+    record = {"index": number, "prompt": prompt, **generation.to_dict()}
     record["prompt_tokens"] = len(generation.prompt)
     if isinstance(prompt, str):
-        record["prompt"] = prompt  # where `asdict` has put the token ids
+        record["prompt"] = prompt  # where `to_dict` has put the token ids
     return _line_of(record)
 
 

@@ -186,7 +186,7 @@ def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
     different = list({str(prompt): prompt for prompt in prompts}.values())
     if len(different) < 2:
         raise BadPrompt(
-            f"there are {len(different)} different prompts; at least 2 are needed, because shapes are chosen on separate "
+            f"the number of different prompts is {len(different)}; at least 2 are needed, as shapes are chosen on separate "
             "prompts"
         )
     return different[1::2], different[::2]

@@ -24,7 +24,7 @@ def as_markdown(lines: Sequence[PaperLine]) -> str:
         heads = [
             task, *([of_task[0].metric] if of_task[0].metric else []), "tokens/s", "against", "speed ratio",
             "passes per token", *(["J per token"] if has_joules else []), "mean width", "perplexity", "by tokens",
-            "tokens", "peak KV tokens", "memory, MB",
+            "tokens", "peak KV tokens", "more memory, MB",
         ]  # fmt: skip
         tables.append(markdown_table(heads, [_row(line, has_joules) for line in of_task]))
     return "\n\n".join(tables)

@@ -24,6 +24,7 @@ class ServedOnce:
         tokens: number of new tokens.
         number: number of the request, from 0.
         texts: texts of the answer; empty without an answer.
+        refusal: what the server says if it does not answer.
     """
 
     status: int
@@ -32,6 +33,7 @@ class ServedOnce:
     tokens: int = 0
     number: int = 0
     texts: tuple[str, ...] = ()
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ async def _ask(http: Any, load: Load, number: int, leaves: bool, since: float) -
         answer = await http.post("/v1/completions", json=body)
         waited = time.perf_counter() - since
         if answer.status_code != 200:
-            return ServedOnce(answer.status_code, waited, None, 0, number)
+            return ServedOnce(answer.status_code, waited, None, 0, number, refusal=answer.text[:200])
         found = answer.json()
         texts = tuple(choice["text"] for choice in found["choices"])
         return ServedOnce(200, waited, None, found["usage"]["completion_tokens"], number, texts)
@@ -172,9 +174,11 @@ async def _ask(http: Any, load: Load, number: int, leaves: bool, since: float) -
     first: float | None = None
     tokens = 0
     pieces: dict[int, str] = {}
+    refusal = ""
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
+                refusal = refusal or line[:200]
                 continue
             chunk = json.loads(line[6:])
             for choice in chunk.get("choices", ()):
@@ -187,10 +191,10 @@ async def _ask(http: Any, load: Load, number: int, leaves: bool, since: float) -
             if chunk.get("usage"):
                 tokens = chunk["usage"]["completion_tokens"]
             if "error" in chunk:
-                return ServedOnce(500, time.perf_counter() - since, first, 0, number)
+                return ServedOnce(500, time.perf_counter() - since, first, 0, number, refusal=line[6:206])
         waited = time.perf_counter() - since
         if answer.status_code != 200:
-            return ServedOnce(answer.status_code, waited, first, 0, number)
+            return ServedOnce(answer.status_code, waited, first, 0, number, refusal=refusal)
         texts = tuple(pieces[index] for index in sorted(pieces))
         return ServedOnce(200, waited, first, tokens, number, texts)
 

@@ -25,7 +25,7 @@ def as_markdown(lines: Sequence[SpeedLine]) -> str:
     heads = [
         f"{lines[0].batch_size} at once", "tokens/s", "ratio", "ms per token", *joules_head,
         "target passes per token", "rows per token", "rows saved per token", "lazy layers", "layers without a pass",
-        "mean width", "perplexity", *metrics, "peak KV tokens", "memory, MB",
+        "mean width", "perplexity", *metrics, "peak KV tokens", "more memory, MB",
     ]  # fmt: skip
     rows = []
     for line in lines:
