@@ -18,7 +18,6 @@ from specbeam.core.laws.warp import Warp
 from specbeam.core.limits import Limits
 from specbeam.core.ranked import whole_rows
 from specbeam.core.session import Session
-from specbeam.doors.cli import tune
 from specbeam.doors.cli.common import method_from
 from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
@@ -580,5 +579,3 @@ def test_the_command_line_names_sets_and_searches(capsys):
     with pytest.raises(BadSetting, match="the setting 'task' has no value"):
         method_from("swift", ["task"])
     assert method_from("sequoia", ["acceptance=0.7,0.2"]).name == "sequoia"  # as `specbeam bench acceptance` says
-    with pytest.raises(BadSetting, match="give both"):
-        tune.tune(tune.TuneArguments(task="x"))

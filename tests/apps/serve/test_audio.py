@@ -207,7 +207,7 @@ REFUSED = {
     "no file": ({"x": ("a", GOOD)}, {}, 400, "unknown_field", "x", "the field file"),
     "a text as file": ({"file": (None, GOOD[:4].decode())}, {}, 400, "bad_setting", "file", "no filename"),
     "other model": ({}, {"model": "whisper-1"}, 404, "model_not_found", "model", "whisper-1"),
-    "language": ({}, {"language": "french"}, 400, "bad_setting", "language", "this model knows de, en"),
+    "language": ({}, {"language": "french"}, 400, "bad_setting", "language", "this model knows 2 languages, by a code (de, en)"),
     "prompt": ({}, {"prompt": "a" * 50}, 400, "bad_setting", "prompt", "51 tokens"),
     "temperature": ({}, {"temperature": "1.5"}, 400, "bad_setting", "temperature", "1.5"),
     "no number": ({}, {"temperature": "warm"}, 400, "bad_setting", "temperature", "warm"),

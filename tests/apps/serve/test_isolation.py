@@ -58,7 +58,7 @@ def body_of(prompt, **more):
 def text_of(sent):
     """The text of an answer, at once or as a stream."""
     raw = b"".join(message.get("body", b"") for message in sent).decode()
-    if not raw.startswith("data: "):
+    if raw.startswith("{"):  # a stream may begin with a comment, if its first text takes long
         return json.loads(raw)["choices"][0]["text"]
     events = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
     assert all("error" not in event for event in events), events

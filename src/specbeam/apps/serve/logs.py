@@ -4,7 +4,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -63,6 +64,24 @@ def compilation_text() -> str:
     return compilation_line(found["done"] or 0, found["total"])
 
 
+@contextmanager
+def json_alone() -> Iterator[None]:
+    """Keep other lines than JSON from standard error, unless it is a terminal: progress and warnings.
+
+    `CompilationLog` says how far compilation is, and warnings are logged.
+    """
+    before = os.environ.get("SPECBEAM_PROGRESS")
+    if sys.stderr is None or not sys.stderr.isatty():
+        os.environ["SPECBEAM_PROGRESS"] = "off"
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        if before is None:
+            os.environ.pop("SPECBEAM_PROGRESS", None)
+
+
 def set_up_log(level: str = "info") -> None:
     """Write the log of the server and of uvicorn to standard error. Failing to write it fails no request.
 
@@ -70,9 +89,6 @@ def set_up_log(level: str = "info") -> None:
         level: "debug", "info", "warning" or "error"; uvicorn's own messages are written from "warning" on.
     """
     logging.raiseExceptions = False
-    if sys.stderr is None or not sys.stderr.isatty():  # each line is JSON; `CompilationLog` says how far compilation is
-        os.environ["SPECBEAM_PROGRESS"] = "off"
-    logging.captureWarnings(True)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for logger, lowest in ((LOG, logging.DEBUG), (UVICORN, logging.WARNING), (WARNINGS, logging.DEBUG)):

@@ -21,7 +21,7 @@ from specbeam.apps.serve.app import BeamServer, make_app
 from specbeam.apps.serve.config import ServerConfig
 from specbeam.apps.serve.connections import Connections, GuardedConnection, most_connections
 from specbeam.apps.serve.leaving import end_now
-from specbeam.apps.serve.logs import CompilationLog, set_up_log
+from specbeam.apps.serve.logs import CompilationLog, json_alone, set_up_log
 from specbeam.doors import load_by_name, silence_transformers
 from specbeam.errors import BadSetting
 
@@ -111,7 +111,8 @@ def serve(config: ServerConfig) -> int:
     threading.Thread(target=_say_when_ready, args=(server, runner), name="specbeam greeting", daemon=True).start()
     if hasattr(signal, "SIGHUP"):  # not on Windows
         signal.signal(signal.SIGHUP, lambda *_: _read_keys(server))
-    runner.run(sockets)
+    with json_alone():
+        runner.run(sockets)
     return runner.code
 
 
