@@ -26,7 +26,8 @@ class Draws:
     def __post_init__(self) -> None:
         if self.law is None or self.deterministic:
             return
-        total, least = np.sum(self.law), np.min(self.law)
+        total = np.sum(self.law)
+        least = np.min(self.law)
         if not (abs(total - 1) <= ROUNDING and least >= 0):
             raise BadForest(
                 f"the law of draws sums to {total:.6g}, its least number is {least:.6g}; expected a law that sums to 1"
