@@ -942,6 +942,8 @@ def _add_operating(app: FastAPI, server: BeamServer) -> None:
 
     app.get("/health", responses={503: {"description": "not ready"}}, response_model=None)(health)
     app.get("/ready", responses={503: {"description": "not ready"}}, response_model=None)(health)
+    for path, check in {"/live": live, "/health": health, "/ready": health}.items():
+        app.head(path, include_in_schema=False, response_model=None)(check)  # many checkers ask for the header alone
 
     @app.get("/metrics", responses=_ERRORS, response_model=None)
     async def metrics(http: Request) -> Response:

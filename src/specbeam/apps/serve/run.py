@@ -255,5 +255,5 @@ def _check_tls(config: ServerConfig) -> None:
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise BadSetting(
             f"tls_cert {config.tls_cert!r} and tls_key {config.tls_key!r} cannot be used: {error}; give PEM files, the key "
-            "without a passphrase"
+            "without a passphrase, and --tls-key unless the file of the certificate holds the key"
         ) from error
