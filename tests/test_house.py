@@ -64,7 +64,7 @@ FLOORS = [
     {"core.beams", "models.made_up"},
     {"core.laws", "core.limits"},
     {"core.audit", "doors.options"},
-    {"core.records", "doors.grammar"},
+    {"core.audits", "core.records", "doors.grammar"},
     {"core.answers", "core.session", "doors.growing_text", "doors.render", "doors.tables"},
     {"core.agenda", "core.control", "core.lm", "doors.trace", "engines.kv"},
     {"core.draft", "engines.torch", "models.table"},

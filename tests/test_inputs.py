@@ -573,6 +573,10 @@ def test_decoders_begin_with_nothing_else(translator, wrong):
         {"prompt_token_ids": torch.tensor([0, 4, 5])},
         {"input_ids": [0, 4, 5, 2], "attention_mask": [1, 1, 1, 0], "label": 1},
         {"input_ids": "[2, 0, 4, 5]", "attention_mask": "[0, 1, 1, 1]"},
+        {"text": "ab"},
+        {"prompt": None, "text": "ab"},
+        {"prompt": ["ab"]},
+        {"prompt": ["ab", "and then"], "prompt_id": 81},
     ],
     ids=lambda fields: "-".join(fields),
 )

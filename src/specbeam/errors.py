@@ -7,6 +7,14 @@ from specbeam.core.errors import *  # noqa: F403
 from specbeam.core.errors import SpecbeamError, counted
 
 
+class BadAudio(SpecbeamError, ValueError):
+    """Audio cannot be read, is too short, or has invalid samples."""
+
+
+class BrokenValue(SpecbeamError, ValueError):
+    """The value function of a search raised an error, or returned something other than a value."""
+
+
 class SearchFailed(SpecbeamError):
     """The searches of some prompts failed; `failures` holds their errors.
 

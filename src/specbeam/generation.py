@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from specbeam.core.audit import ALARM, Audit
+from specbeam.core.audits import evidence_of
 from specbeam.core.decode import decode, decode_live
 from specbeam.core.records import Generation, Report, Turn
 from specbeam.core.runs import TURNS
@@ -295,8 +296,7 @@ def _warn_if_audit_failed(request: Request) -> None:
     """Issue an `AuditWarning` if the sessions are suspicious, together or one by one, or if the audit tested nothing."""
     audits = [session.audit for session in request.sessions]
     whole = sum(audits, Audit())
-    # A mean of evidence is evidence: one text that is far off is seen among many.
-    evidence = (whole.evidence + sum(one.evidence for one in audits) / max(len(audits), 1)) / 2
+    evidence = evidence_of(audits)
     drawn = [one for one in request.sessions if one.failure is None and not one.warp.greedy and not one.warp.search]
     if not evidence < ALARM:
         warn(

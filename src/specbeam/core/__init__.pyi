@@ -1,6 +1,8 @@
 """The public names of this package, each once: `specbeam.core.lazy` reads this list when the package runs."""
 
 from specbeam.core.agenda import close_search as close_search
+from specbeam.core.audit import ALARM as ALARM
+from specbeam.core.audits import evidence_of as evidence_of
 from specbeam.core.beams import Beams as Beams
 from specbeam.core.decoder import Decoder as Decoder
 from specbeam.core.forest import CHOSEN as CHOSEN

@@ -41,10 +41,6 @@ class NoPrompts(BadPrompt, BadSetting):
     """A call has no prompts, or its prompts are of the wrong type."""
 
 
-class BadAudio(SpecbeamError, ValueError):
-    """Audio cannot be read, is too short, or has invalid samples."""
-
-
 class UnsupportedModel(SpecbeamError, ValueError):
     """The model cannot score a forest, because of recurrent state, ALiBi, or fixed positions."""
 
@@ -121,10 +117,6 @@ class TooFewAnswers(SpecbeamError):
     def __init__(self, text: str, generations: Sequence[Any] = ()) -> None:
         self.generations = list(generations)
         super().__init__(text)
-
-
-class BrokenValue(SpecbeamError, ValueError):
-    """The value function of a search raised an error, or returned something other than a value."""
 
 
 class SomeFailed(SpecbeamError):

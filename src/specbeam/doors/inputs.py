@@ -11,7 +11,6 @@
 | a table, a column, or any other ordered iterable | one per element, each in one of these forms |
 """
 
-import io
 import reprlib
 from collections import deque
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, Set
@@ -82,8 +81,8 @@ def prompts_in(given: Any, name: str = "prompts") -> list[Any]:
     """
     if isinstance(given, (str, EncodedPrompt, Conversation)):
         return [given]
-    if isinstance(given, io.TextIOBase):
-        return [line.removesuffix("\n") for line in given]
+    if hasattr(given, "readline") and isinstance(given, Iterable):  # an open text file
+        return [line.rstrip("\r\n").removeprefix("\ufeff") if isinstance(line, str) else line for line in given]
     if isinstance(given, Encoding):
         by_token = {"attention_mask": given.attention_mask, "token_type_ids": given.type_ids}
         return [EncodedPrompt(given.ids, by_token)]

@@ -141,6 +141,8 @@ def of_record(record: Any) -> PromptRow:
     """
     if isinstance(record, str):
         return PromptRow(record)
+    if isinstance(record, dict):
+        record = {name: value for name, value in record.items() if value is not None}
     if "turns" in record:
         return PromptRow(_text(record["turns"], is_first_of_turns=True))
     if "prompt" in record:

@@ -647,3 +647,8 @@ def test_memory_does_not_grow_over_a_hundred_thousand_rows(tmp_path):
     assert len(sizes) == 11
     assert max(sizes[2:]) - sizes[1] < 10  # MiB, over 80,000 rows after the first 20,000 and while they are written
     assert sum(1 for _ in (tmp_path / "out.jsonl").open()) == 100_000
+
+
+def test_a_row_with_several_prompts_is_an_error_and_none_is_left_out():
+    row = row_of(1, {"prompt": ["abc", "no"]}, USUAL_COLUMNS)
+    assert row.error == "BadPrompt: the prompt is a list of 2; write each prompt in a line of its own"

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.core.audit import Audit
+from specbeam.core.audit import ALARM, Audit
+from specbeam.core.audits import evidence_of
+from specbeam.core.beams import no_layers
 from specbeam.core.laws.evidence import TILTS
 from specbeam.errors import AuditWarning, BadForest, BrokenPart, SomeFailed
 from tests.support import words
@@ -56,7 +58,14 @@ CHANGES = {
     "nodes beyond": (with_beams(nodes=lambda beams: beams.nodes + 900), "returned node"),
     "nodes of other tokens": (with_beams(nodes=lambda beams: np.zeros_like(beams.nodes)), "returned node 0 for token"),
     "fewer draws": (with_layers(parents=lambda layers: layers.parents[:-1]), "arrays have different lengths"),
-    "ends": (with_layers(draw_ends=lambda layers: layers.draw_ends + 1), "whose last draw_end is not"),
+    "ends": (with_layers(draw_ends=lambda layers: layers.draw_ends + 1), "expected one or more that ascend to"),
+    "no layers": (
+        lambda verdict: replace(verdict, layers=no_layers(0, 0)),
+        "returned draw_ends []; expected one or more",
+    ),
+    "fewer edges": (with_layers(edges=lambda layers: layers.edges[:-1]), "arrays have different lengths"),
+    "counts": (with_beams(counts=lambda beams: beams.counts - 5), "returned count -4; expected 1 to"),
+    "collapsed": (lambda verdict: replace(verdict, collapsed=500), "returned collapsed=500; expected None"),
 }
 
 
@@ -149,6 +158,15 @@ def test_an_audit_that_tests_nothing_says_so(pair):
     method = sb.speculative_sampling(2, rule=Silent())
     with pytest.warns(AuditWarning, match="the audit tested nothing: Silent notes neither draws nor trials"):
         sb.generate(pair, "abc", method, seed=1, max_new_tokens=6, audit=True)
+
+
+def test_one_text_far_off_is_seen_among_many():
+    fine = Audit(draws=9, draw_gains=(-2.0,) * len(TILTS))
+    wrong = Audit(draws=9, draw_gains=(20.0,) * len(TILTS))
+    assert sum([fine] * 99, wrong).evidence < ALARM
+    assert evidence_of([*[fine] * 99, wrong]) > ALARM
+    assert evidence_of([fine] * 100) < 1
+    assert evidence_of([]) == 0.5  # no text: no bets
 
 
 def test_evidence_that_is_no_number_is_an_alarm():

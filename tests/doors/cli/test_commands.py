@@ -148,7 +148,7 @@ def test_lines_of_answers_that_are_no_answers_are_said(models):
 def test_a_constraint_that_was_cut_off_is_said(models):
     code, _, err = specbeam("generate", "abc", *models, "--regex", "yesyesyes", "--max-new-tokens", "2")
     assert code == 0
-    assert "note: 1 answer reached --max-new-tokens before the end of the constraint" in err
+    assert "note: 1 answer reached the length limit before the end of the constraint" in err
 
 
 def test_a_bad_prompt_costs_itself_only(models, tmp_path):

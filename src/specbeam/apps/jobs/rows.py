@@ -129,9 +129,13 @@ def _prompt_in(fields: Mapping[str, Any], columns: Columns) -> tuple[Any, bool]:
     if not given and fields.get("input_ids") is not None:
         read = ["input_ids", *(name for name in OF_ENCODINGS if fields.get(name) is not None)]
         return {name: _from_json(fields[name], name) for name in read}, False
-    if not given:
+    prompt = fields.get(columns.prompt)
+    holds_texts = isinstance(prompt, list) and any(isinstance(one, str) for one in prompt)
+    if not given or (given == [columns.prompt] and holds_texts):
         try:
-            return of_record(fields).prompt, False  # the fields of published sets
+            return of_record({**fields, "prompt": prompt}).prompt, False  # the fields of published sets
+        except ValueError as error:
+            raise BadPrompt(str(error)) from error
         except (KeyError, TypeError, IndexError) as error:
             raise BadPrompt(f"the row has no {', '.join(names[:2])} or {names[2]}") from error
     (name,) = given

@@ -15,7 +15,7 @@ from specbeam.apps.serve.engine import CUTS, Draining, Job, length_of
 from specbeam.apps.serve.mapping import Order
 from specbeam.apps.serve.scoring import TokenScore
 from specbeam.apps.serve.tools import MARKS, ToolCall, calls_in, forced_call, start_of_calls
-from specbeam.core import weights_key
+from specbeam.core import ALARM, evidence_of, weights_key
 from specbeam.core.draft import NoDraft
 from specbeam.doors import Request, as_texts, special_tokens, text_of_tokens
 from specbeam.errors import Cancelled, SpecbeamError, TimedOut, TooFewAnswers
@@ -468,10 +468,9 @@ def report_json(request: Request, jobs: Sequence[Job], outcome: AnsweredRequest)
 def _audit_json(audits: Sequence[Any]) -> dict[str, Any] | None:
     if not audits:
         return None
-    whole = audits[0]
-    for one in audits[1:]:
-        whole = whole + one
-    return {"passed": not whole.suspicious, "evidence": _number(float(whole.evidence)), "trials": int(whole.trials)}
+    evidence = evidence_of(audits)
+    trials = sum(audit.trials for audit in audits)
+    return {"passed": evidence < ALARM, "evidence": _number(evidence), "trials": trials}
 
 
 def _span(jobs: Sequence[Job], start: str, end: str, first: bool = False) -> float | None:

@@ -92,7 +92,17 @@ from specbeam.doors import (
     viewer_parts,
 )
 from specbeam.doors import Request as SessionRequest
-from specbeam.errors import BadSetting, MissingFile, NotSupported, SpecbeamError
+from specbeam.errors import (
+    BadCheckpoint,
+    BadHead,
+    BadSetting,
+    MissingFile,
+    MissingPackage,
+    NotSupported,
+    SpecbeamError,
+    UnsupportedModel,
+    VocabularyMismatch,
+)
 from specbeam.recipes import HEAD_RECIPES, recipe_of
 
 LOG = logging.getLogger("specbeam.serve")
@@ -146,6 +156,10 @@ class UnderWay(Protocol):
     def method_name(self) -> str: ...
 
     def cancel(self) -> None: ...
+
+
+# Causes of a failed start that a restart does not mend; files, memory and the hub may be there a moment later.
+LASTING = (BadCheckpoint, BadHead, BadSetting, MissingPackage, NotSupported, UnsupportedModel, VocabularyMismatch)
 
 
 class BeamServer:
@@ -215,7 +229,7 @@ class BeamServer:
             self.engine.call(lambda: _warm_up(pair, served), COMPILE_S).result()
         except Exception as error:
             self.failure = str(error)
-            self.exit_code = 2 if isinstance(error, (SpecbeamError, MemoryError)) else 1
+            self.exit_code = 2 if isinstance(error, LASTING) else 1
             self.state = "failed"
             if isinstance(error, MemoryError):
                 running = self.config.max_running
@@ -881,8 +895,8 @@ def _add_looking(app: FastAPI, server: BeamServer) -> None:
     async def cancel(http: Request, number: str) -> dict[str, Any]:
         """Cancel a request of the client."""
         client = server.client(http)
-        _, _, bare = number.partition("-")  # the id of an answer, such as cmpl-NUMBER, names its request, too
-        asking = server.asking.get(number) or server.asking.get(bare)
+        names = [number, *(number.removeprefix(prefix) for prefix in ("chatcmpl-", "cmpl-", "resp_"))]  # ids of answers
+        asking = next((server.asking[name] for name in names if name in server.asking), None)
         if asking is None or asking.client.name != client.name:
             raise invalid(f"there is no request {number[:64]!r} in progress", None, "unknown_url", 404)
         asking.cancel()

@@ -208,7 +208,7 @@ def _read_keys(server: BeamServer) -> None:
         LOG.error("the API keys were not reloaded, the old ones stay valid: %s", error)
         return
     if server.config.api_key_file:
-        LOG.info("%s API keys are in use, from %s", len(server.keys.weights), server.config.api_key_file)
+        LOG.info("%s was read again: %s API keys are in use", server.config.api_key_file, len(server.keys.weights))
     else:
         LOG.warning("there is no file of API keys to reload")
 

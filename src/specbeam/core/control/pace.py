@@ -22,7 +22,7 @@ from specbeam.core.session import Session
 from specbeam.core.threads import allowed_threads
 
 LEAST_SESSIONS = 8  # minimum number of sessions of a phase
-# Sessions and seconds after which a phase without drafts ends earlier: its pace varies little from text to text.
+# Sessions and seconds after which a trial without drafts ends earlier: its pace varies little from text to text.
 FEW_SESSIONS = 3
 FEW_S = 1.0
 SAMPLES = 24  # latest samples kept of each mode
@@ -92,7 +92,7 @@ class Pace:
         if phase.number == self.number:
             self.sampled += 1
             self.spent_s += seconds
-        is_known = not self.drafts and self.sampled >= FEW_SESSIONS and self.spent_s >= FEW_S
+        is_known = self.best and not self.drafts and self.sampled >= FEW_SESSIONS and self.spent_s >= FEW_S
         if self.sampled >= sessions or is_known:
             self._begin_phase()
 

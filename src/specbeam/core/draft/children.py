@@ -9,7 +9,7 @@ from jaxtyping import Float64
 from specbeam.core.dice import Dice
 from specbeam.core.errors import BadForest
 
-ROUNDING = 1e-6  # difference from 1 that the sum of a law may have
+ROUNDING = 1e-3  # difference from 1 of the sum of a law, as a softmax in float32 may have with a large vocabulary
 Law = Float64[np.ndarray, " vocab"]
 ONE_BY_ONE, STRUCK_OUT, STRUCK_OUT_THEN_ANY, LIKELIEST, LIKELIEST_AND_ONE = range(5)  # ways that steps know
 
@@ -26,13 +26,13 @@ class Draws:
     def __post_init__(self) -> None:
         if self.law is None or self.deterministic:
             return
-        total = np.sum(self.law)
-        least = np.min(self.law)
-        if not (abs(total - 1) <= ROUNDING and least >= 0):
+        law = np.asarray(self.law, dtype=np.float64)
+        total = law.sum()
+        if not (abs(total - 1) <= ROUNDING and law.min() >= 0):
             raise BadForest(
-                f"the law of draws sums to {total:.6g}, its least number is {least:.6g}; expected a law that sums to 1"
+                f"the law of draws sums to {total:.6g}, its least number is {law.min():.6g}; expected a law that sums to 1"
             )
-        excluded = [token for token in self.tokens if not 0 <= token < len(self.law) or self.law[token] == 0]
+        excluded = [token for token in self.tokens if not 0 <= token < len(law) or law[token] == 0]
         if excluded:
             raise BadForest(f"{excluded[0]} was drawn, which has probability 0 in the law that its draw states")
 

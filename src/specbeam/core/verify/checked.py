@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from specbeam.core.errors import BrokenPart
-from specbeam.core.forest import Forest, depths_of
+from specbeam.core.forest import Forest, depths_of, start_of
 from specbeam.core.records import Verdict
 
 
@@ -25,10 +25,18 @@ def checked_verdict(verdict: Any, forest: Forest, vocab: int, rule: object) -> V
     nodes, tokens, *_ = layers.beams
     ends = layers.draw_ends
     draws = len(parents)
-    if {len(values) for values in (*layers.beams, layers.ended)} != {draws} or ends.tolist()[-1:] != [draws]:
-        raise BrokenPart(f"{who} layers whose arrays have different lengths, or whose last draw_end is not {draws}")
-    given = (("parent", parents, 0, forest.size), ("node", nodes, -1, forest.size), ("token", tokens, 0, vocab))
-    for name, values, least, size in given:
+    of_draws = {len(values) for values in (*layers.beams, layers.ended)}
+    of_layers = {len(values) for values in (layers.widths, layers.passed, layers.sources, layers.edges)}
+    if of_draws != {draws} or of_layers != {len(ends)}:
+        raise BrokenPart(f"{who} layers whose arrays have different lengths")
+    if len(ends) == 0 or ends[-1] != draws or np.diff(ends, prepend=0).min() < 0:
+        raise BrokenPart(f"{who} draw_ends {ends.tolist()}; expected one or more that ascend to {draws}")
+    live = int((~layers.ended[start_of(ends, len(ends) - 1) :]).sum())
+    if verdict.collapsed is not None and not 0 <= verdict.collapsed < live:
+        raise BrokenPart(f"{who} collapsed={verdict.collapsed}; expected None, or a number below {live}")
+    counts = ("count", layers.beams.counts, 1, 2**20)
+    inside = (("parent", parents, 0, forest.size), ("node", nodes, -1, forest.size), ("token", tokens, 0, vocab))
+    for name, values, least, size in (*inside, counts):
         wrong = values[(values < least) | (values >= size)]
         if len(wrong):
             raise BrokenPart(f"{who} {name} {wrong[0]}; expected {least} to {size - 1}")
@@ -38,7 +46,5 @@ def checked_verdict(verdict: Any, forest: Forest, vocab: int, rule: object) -> V
         raise BrokenPart(f"{who} a draw of layer {wanted[at]} below node {parents[at]}, whose depth is {depths[at]}")
     is_other = (forest.tokens[nodes] != tokens) | (forest.parents[nodes] != parents)
     for at in np.flatnonzero((nodes >= 0) & is_other):
-        raise BrokenPart(
-            f"{who} node {nodes[at]} for token {tokens[at]} below node {parents[at]}, which is another node"
-        )
+        raise BrokenPart(f"{who} node {nodes[at]} for token {tokens[at]} below node {parents[at]}, but it is another")
     return verdict

@@ -6,7 +6,7 @@ import typer
 
 from specbeam.doors.cli.arguments import generation
 from specbeam.doors.cli.common import check_options, complain, print_json, quiet_load, say, with_files
-from specbeam.doors.cli.generate import gather
+from specbeam.doors.cli.generate import about, gather
 from specbeam.doors.cli.options import Json, LoadArguments, PromptArguments, checked
 from specbeam.doors.model_files import require_tokenizer
 from specbeam.errors import BadPrompt, SpecbeamError, one_of
@@ -80,6 +80,6 @@ def best(given: BestArguments) -> int:
                     doubt = "" if beam.certain else f"  (not certain: up to {beam.bound:.3f} is possible)"
                     say(f"{beam.score:9.3f}  {beam.text}{doubt}")
         except SpecbeamError as error:
-            complain(f"{source.place}: {error}")
+            complain(about(source.place, 0, str(error)))
             failed += 1
     return 1 if failed else 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.common import method_from, print_json, quiet_load, say
-from specbeam.doors.cli.generate import gather
+from specbeam.doors.cli.generate import about, gather
 from specbeam.doors.cli.options import Json, NewTokens, PairArguments, PromptArguments, Settings, checked
 from specbeam.errors import BadPrompt, BadSetting, one_of
 
@@ -79,7 +79,7 @@ def diff(given: DiffArguments) -> int:
             if given.json:
                 print_json(_record(run))
             elif comparison.failure is not None:
-                print(f"{place}, {comparison.method}: {comparison.failure}")
+                print(about(f"{place}, {comparison.method}", comparison.prompt, str(comparison.failure)))
             elif comparison.difference is not None:
                 _show(pair, place, run, comparison.difference)
     bad = [comparison for comparison in seen if comparison.failure is not None or not _is_fine(comparison)]

@@ -63,7 +63,7 @@ class Writer:
         failed: numbers of the failed prompts.
         written: number of prompts, counted from the first, whose answers are written or that failed.
         lines: number of arguments and lines, counted from the first, that have their place in the output.
-        audit: sum of the audits of all answers; None without audits.
+        audits: the audits of all texts; several answers of beams have the same one.
         has_line_breaks: whether an answer that was written as plain text had line breaks.
     """
 
@@ -75,7 +75,7 @@ class Writer:
     failed: set[int] = field(default_factory=set)
     written: int = 0
     lines: int = 0
-    audit: "Audit | None" = None
+    audits: "dict[int, Audit]" = field(default_factory=dict)
     has_line_breaks: bool = False
 
     def take(self, number: int, result: "Generation | SpecbeamError") -> None:
@@ -84,12 +84,12 @@ class Writer:
             for generation in result.generations if isinstance(result, TooFewAnswers) else []:
                 self.take(number, generation)
             self.failed.add(number)
-            complain(_about(self.prompts[number].place, number, str(result)))
+            complain(about(self.prompts[number].place, number, str(result)))
         else:
             self.done.setdefault(number, []).append(result)
             found = result.report.audit
             if found is not None:
-                self.audit = found if self.audit is None else self.audit + found
+                self.audits[id(found)] = found
             if self.json:
                 source = self.prompts[number]
                 print(as_json(source.index, source.text, result), flush=True)
@@ -174,9 +174,7 @@ def generate(given: GenerateArguments) -> int:
             is_whole = True
         finally:
             writer.close(is_whole)
-    is_suspicious = writer.audit is not None and writer.audit.suspicious
-    if given.audit:
-        _print_audit(writer.audit)
+    is_suspicious = given.audit and _print_audit([*writer.audits.values()])
     if any(name in options for name in ("json_schema", "regex", "grammar")):
         _report_cut_off(writer)
     return 1 if unreadable or writer.failed or is_suspicious else 0
@@ -218,24 +216,29 @@ def _answer(pair: "Pair", writer: Writer, given: GenerateArguments, options: dic
 
 def _report_cut_off(writer: Writer) -> None:
     """Print a message if texts reached their limit before they satisfied their constraint."""
-    cut = sum(not answer.beams[0].finished for answers in writer.done.values() for answer in answers)
+    cut = sum(not answer.beam.finished for answers in writer.done.values() for answer in answers)
     if cut:
-        complain(f"note: {counted(cut, 'answer')} reached --max-new-tokens before the end of the constraint; raise it")
+        complain(f"note: {counted(cut, 'answer')} reached the length limit before the end of the constraint")
 
 
-def _print_audit(audit: "Audit | None") -> None:
-    """Print the outcome of an audit on standard error."""
-    from specbeam.core.audit import ALARM
+def _print_audit(audits: "list[Audit]") -> bool:
+    """Print the outcome of an audit on standard error. Returns whether it failed."""
+    from specbeam.core.audit import ALARM, Audit
+    from specbeam.core.audits import evidence_of
 
-    if audit is None or audit.empty:
-        complain("audit: nothing to test, because nothing was drawn at random")
-        return
-    word = "FAILED" if audit.suspicious else "passed"
+    audit = sum(audits, Audit())
+    evidence = evidence_of(audits)
+    has_failed = not evidence < ALARM
+    if audit.empty:
+        complain("audit: there was nothing to test")
+        return has_failed
+    word = "FAILED" if has_failed else "passed"
     complain(
-        f"audit {word}: evidence {audit.evidence:.3g} against the law (fewer than one in {ALARM:,.0f} correct runs "
+        f"audit {word}: evidence {evidence:.3g} against the law (fewer than one in {ALARM:,.0f} correct runs "
         f"reach {ALARM:,.0f}); z_accept {audit.z_accept:.2f} over {audit.trials} trials, "
         f"z_logp {audit.z_logp:.2f} over {audit.draws} draws, {audit.impossible} impossible tokens"
     )
+    return has_failed
 
 
 def gather(prompts: list[str], files: list[Path]) -> tuple[list[PromptSource], int]:
@@ -348,7 +351,7 @@ _NO_PROMPT = 'expected a JSON string or an object with a text field "prompt"'
 _NO_TEXTS = ("input_ids", "prompt_token_ids", "messages")  # fields with prompts other than texts
 
 
-def _about(place: str, number: int, error: str) -> str:
+def about(place: str, number: int, error: str) -> str:
     """Return the message about a prompt, with its place instead of its number."""
     named = f"prompt {number}"
     is_named = error.startswith((f"{named} ", f"{named},", f"{named}:"))
