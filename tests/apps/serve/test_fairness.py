@@ -1,6 +1,7 @@
 """Keys that flood delay themselves, and what is decoded is answered."""
 
 import asyncio
+import logging
 import re
 import threading
 import time
@@ -251,3 +252,16 @@ def test_an_engine_that_has_ended_refuses_as_one_that_shuts_down(plain):
         engine.submit(request(plain, "other", 1).jobs)
     with pytest.raises(Draining):
         engine.call(lambda: 1).result()
+
+
+def test_the_log_names_paths_clients_and_refusals(plain, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("specbeam.serve"), "propagate", True)
+    with started(plain) as (_, app), caplog.at_level(logging.INFO, "specbeam.serve"):
+        asyncio.run(told(app, {}, path="/v1/nowhere", client=("192.0.2.7", 9)))
+        asyncio.run(told(app, {}, path="/health", headers=[(b"host", b"evil.example")], client=("192.0.2.8", 9)))
+    lines = [record.fields for record in caplog.records if record.getMessage() == "request"]
+    assert [(one["path"], one["client"], one["status"]) for one in lines] == [
+        ("/v1/nowhere", "192.0.2.7", 404),
+        ("/health", "192.0.2.8", 403),
+    ]
+    assert lines[1]["error"] == "forbidden"

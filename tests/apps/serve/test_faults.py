@@ -182,8 +182,12 @@ def started(pair, **given):
         server.close_pools()
 
 
-async def told(app, body, key="", leaves=False):
-    """What the application sends for a body; its client may leave before it reads anything."""
+async def told(app, body, key="", leaves=False, **scope):
+    """What the application sends for a body; its client may leave before it reads anything.
+
+    Args:
+        scope: fields of the request that differ.
+    """
     sent = []
     waits = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
     headers = [*SCOPE["headers"], (b"authorization", f"Bearer {key}".encode())]
@@ -198,7 +202,7 @@ async def told(app, body, key="", leaves=False):
     async def send(message):
         sent.append(message)
 
-    await asyncio.wait_for(app(SCOPE | {"headers": headers}, receive, send), 60)
+    await asyncio.wait_for(app(SCOPE | {"headers": headers} | scope, receive, send), 60)
     return sent
 
 

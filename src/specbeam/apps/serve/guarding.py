@@ -19,6 +19,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 LOG = logging.getLogger("specbeam.serve")
 OPERATORS = ("/live", "/health", "/ready", "/metrics")  # paths without a limit, and not in the log
+LONGEST_PATH = 200  # characters of a path in the log
 MOST_REQUESTS = 1024  # requests in progress
 _NUMBER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -63,6 +64,7 @@ class Guarding:
         try:
             refusal = self._refusal(path, headers) or self._refusal_of_page(scope["method"], headers)
             if refusal is not None:
+                scope["state"]["note"]["error"] = refusal.code
                 await refusal.response()(scope, receive, reply)
             elif scope["method"] == "OPTIONS" and headers.get("origin") in self.config.cors_origins:
                 await _preflight(headers)(scope, receive, reply)
@@ -70,10 +72,11 @@ class Guarding:
                 await self.app(scope, receive, reply)
         finally:
             self._under_way -= 1
-            path = path if path in self.paths else "other"
-            self.metrics.http[path, status] += 1
-            if path not in OPERATORS:
-                line = {"id": number, "path": path, "status": status, "seconds": round(time.monotonic() - began, 4)}
+            self.metrics.http[path if path in self.paths else "other", status] += 1
+            if path not in OPERATORS or status == 403:
+                address = (scope.get("client") or ("",))[0]
+                line = {"id": number, "path": path[:LONGEST_PATH], "client": address, "status": status}
+                line["seconds"] = round(time.monotonic() - began, 4)
                 LOG.info("request", extra={"fields": line | scope["state"]["note"]})
 
     def _headers(self, number: str, given: dict[str, str]) -> list[tuple[bytes, bytes]]:
