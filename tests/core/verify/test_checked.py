@@ -145,6 +145,23 @@ def test_draws_that_do_not_fit_their_law_are_refused(pair, law, tokens, said):
         sb.generate(pair, "abc", stating(law, tokens), seed=1, max_new_tokens=4)
 
 
+class Raising:
+    """Children whose draw raises an error."""
+
+    def draw(self, q, count, dice):
+        return {}["no"]
+
+
+def test_an_error_of_own_children_names_them(pair):
+    def build(target, draft):
+        drafter = sb.draft.TreeDrafter(draft, sb.draft.Branching((2,), Raising()))
+        return sb.Parts(drafter, sb.verify.TraversalRule(), sb.control.FixedShape(1, 0), "exact: plain sampling")
+
+    method = sb.Method("raising", "exact: plain sampling", 1, build, needs_draft=True)
+    with pytest.raises(BrokenPart, match="draw raised KeyError: 'no'"):
+        sb.generate(pair, "abc", method, seed=1, max_new_tokens=4)
+
+
 class Silent:
     """Matches drafts, and notes nothing for an audit."""
 

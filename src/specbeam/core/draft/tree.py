@@ -43,7 +43,7 @@ from specbeam.core.draft.turns import (
     tosses_of,
     uncut,
 )
-from specbeam.core.errors import BadForest, BrokenProcessor
+from specbeam.core.errors import BadForest, BrokenPart, BrokenProcessor, SpecbeamError
 from specbeam.core.forest import (
     CHOSEN,
     DISTINCT,
@@ -585,7 +585,7 @@ def grow_layer_in_python(draft: TreeDraft, rows: Any, spec: OwnChildrenSpec, dic
             return draft, BROKEN
         if condition == SOUND:
             law = law_after(rows, number, spec.truncation)
-            families.append((number, law, _checked(spec.children.draw(law.p, count, dice), len(law.p), spec.children)))
+            families.append((number, law, _drawn(spec.children, law.p, count, dice)))
     groups = [group for _, _, family in families for group in family]
     born = room_for_children(forest.size, sum(len(group.tokens) for group in groups), len(groups))
     used = len(forest.siblings.law_odds)
@@ -608,8 +608,15 @@ def grow_layer_in_python(draft: TreeDraft, rows: Any, spec: OwnChildrenSpec, dic
     return _with_children(draft, born, laws, used, rows.vocab), SOUND
 
 
-def _checked(family: list[Draws], size: int, children: object) -> list[Draws]:
-    """Return the draws of a user's `Children` from a law of this size. Raises `BadForest` if they do not fit it."""
+def _drawn(children: Any, q: Any, count: int, dice: Dice) -> list[Draws]:
+    """Return the draws of a user's `Children`. Raises `BadForest` if they do not fit the law, `BrokenPart` for errors."""
+    size = len(q)
+    try:
+        family: list[Draws] = children.draw(q, count, dice)
+    except SpecbeamError:
+        raise
+    except Exception as error:
+        raise BrokenPart(f"{type(children).__name__}.draw raised {type(error).__name__}: {error}") from error
     for group in family:
         of_law = size if group.law is None else len(group.law)
         if of_law != size or not all(isinstance(token, Integral) and 0 <= token < size for token in group.tokens):
