@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from specbeam.core.errors import BadHead, MissingFile, NotSupported, SpecbeamError
+from specbeam.core.errors import BadHead, NotSupported, SpecbeamError
 from specbeam.core.lm import LM
 from specbeam.engines.eligibility import check_takes_heads
 from specbeam.engines.mapped import is_mapped
@@ -58,8 +58,8 @@ def is_head(source: object) -> bool:
     folder = Path(str(source)).expanduser()
     if gguf_in(folder) is not None:
         return False
-    if folder.is_file():
-        raise MissingFile(f"{folder} is a file; give a folder of a model or head, a .gguf file, or a hub id")
+    if folder.is_file():  # loading it as a model raises the reason
+        return False
     if not folder.is_dir():
         return _is_head_of_hub(str(source))
     if not (folder / "config.json").is_file():
