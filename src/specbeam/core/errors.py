@@ -1,4 +1,4 @@
-"""All errors that specbeam raises on purpose. Each message states what was found, what was expected and what to do."""
+"""The errors that decoding raises on purpose. Each message states what was found, what was expected and what to do."""
 
 import sys
 import warnings

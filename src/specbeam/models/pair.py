@@ -411,7 +411,7 @@ def load(
         is_plain = lm.engine == "plain" and (is_given or has_type)
         advice = advice_for_plain(lm.model, lm.engine, is_given) if is_plain else ""
         if advice:
-            warn(advice)  # the caller of `load`, which is decorated
+            warn(advice)
     if compile and "torch" not in {lm.engine for lm in models}:
         raise BadSetting(
             "compile=True is for models that transformers runs, and specbeam's own forward runs these models; leave it out"

@@ -34,9 +34,9 @@ def batch(
 
     Until the job is done, answers are kept in a journal named `out` + ".job". A killed process loses the rows in progress,
     and the answers of the last `COMMIT_S` seconds and one step. With `resume` the next process continues the job; its texts
-    equal those of an undisturbed job, because the seed of a row depends only on the job's seed and the row's id. Added rows
-    are decoded, too, and failed rows that were changed. The journal of a finished job is kept if rows failed, so that they
-    can be decoded again.
+    equal those of an undisturbed job, because the seed of a row depends only on the job's seed and the row's id. Added
+    rows are decoded, too, as are failed rows that were changed. The journal of a finished job is kept if rows failed, so
+    that they can be decoded again.
 
     Args:
         make_work: loads the models; called after the rows were read once, if there are rows to decode.

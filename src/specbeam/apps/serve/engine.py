@@ -290,8 +290,8 @@ class Engine:
         fullest = max(load_of, key=lambda key: load_of[key], default=own)
         if load_of.get(fullest, 0.0) <= load or excess > self.limits.max_waiting:
             raise QueueFull(
-                f"the queue is full: {self._queued} texts are waiting or about to be decoded, {count} more were sent, and "
-                f"at most {self.limits.max_waiting} may wait beside {free} free places; try again later"
+                f"the queue is full: {self._queued} texts are queued, and this request adds {count}; {free} places are "
+                f"free, and at most {self.limits.max_waiting} texts may wait; try again later"
             )
         return excess, fullest, load_of | {own: load}
 

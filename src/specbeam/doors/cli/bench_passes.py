@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from specbeam.models.huggingface import HuggingFaceLM
 
 
+StepBeams = Annotated[list[int], typer.Option(min=1, help="Number of beams of a step. May be given several times.")]
+
+
 class PassesArguments(Record):
     """Arguments of the command."""
 
@@ -39,12 +42,7 @@ class PassesArguments(Record):
     engine: Engine = "auto"
     compute: Compute = None
     rows: PassRows = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128]
-    beams: Annotated[list[int], typer.Option(min=1, help="Number of beams of a step. May be given several times.")] = [
-        1,
-        4,
-        16,
-        64,
-    ]
+    beams: StepBeams = [1, 4, 16, 64]
     length: Lengths = [128, 512, 1024, 2048, 4096]
     repeats: Rounds = 7
     threads: Threads = None

@@ -155,8 +155,8 @@ def _pair(given: SpeedArguments) -> "Pair":
 
 def _prompts(given: SpeedArguments) -> list[PromptRow]:
     """Return the prompts of the command line and of files."""
-    files = given.file
-    return [*map(PromptRow, given.prompt), *(row for file in files for row in read(str(file), None, given.columns))]
+    of_files = [row for file in given.file for row in read(str(file), None, given.columns)]
+    return [*map(PromptRow, given.prompt), *of_files]
 
 
 def _check_sources(pair: "Pair", found: list[PromptRow]) -> None:

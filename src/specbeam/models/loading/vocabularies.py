@@ -98,7 +98,7 @@ def tokens_in_common(
         known = OnModel(key, _compared(target, draft, tokenizer, target_source, draft_source))
         object.__setattr__(draft, "_specbeam_compared", known)
     if known.found.warning:
-        warn(known.found.warning)  # points at the caller of `load`
+        warn(known.found.warning)
     return known.found.shared
 
 
