@@ -113,7 +113,8 @@ def test_a_model_that_is_asked_for_hidden_states_gives_the_same_logits(engine):
     expected = expected.logits.clone()
     lm.close(plain)
     (found,) = lm.extend([asked], [forest], [EVERYTHING])
-    torch.testing.assert_close(found.logits, expected, atol=0, rtol=0)
+    rounding = 0 if engine == "compiled" else 1e-6  # torch may add in another order in an array elsewhere in memory
+    torch.testing.assert_close(found.logits, expected, atol=rounding, rtol=rounding)
 
 
 @pytest.mark.parametrize("hidden", [False, True])

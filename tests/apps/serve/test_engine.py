@@ -186,7 +186,7 @@ def test_a_queue_that_is_full_refuses_and_a_deadline_ends_what_waits_or_runs(pai
         late = Ends(sessions_of(pair, [[5, 6]], METHODS[0]), start_by=time.monotonic() - 1)
         engine.submit(late.jobs)
         refused = Ends(sessions_of(pair, [[5], [6], [7]], METHODS[0]))
-        with pytest.raises(QueueFull, match="3 more were sent, and at most 2 may wait"):
+        with pytest.raises(QueueFull, match="this request adds 3; 0 places are free, and at most 2 texts may wait"):
             engine.submit(refused.jobs)
         engine.cancel(refused.jobs)  # who asked is gone: that makes no place in the line, as they never had one
         engine.cancel(running.jobs)

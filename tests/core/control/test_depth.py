@@ -390,8 +390,9 @@ def test_the_bytes_that_a_pass_reads_follow_the_rounding_and_not_the_engine():
         assert sb.load(model, check=False, **options).target.bytes_read == weights * bits // 8
 
 
-def test_curves_in_turns_know_that_models_drive_each_other_from_the_caches(monkeypatch):
+def test_curves_in_turns_know_that_models_drive_each_other_from_the_caches(tmp_path, monkeypatch):
     """A pass that follows one of the other model takes longer by 2; both have kept curves of their own."""
+    monkeypatch.setenv("SPECBEAM_CACHE", str(tmp_path))  # saved curves are of shapes, which other tests have, too
     draft = tiny("llama", seed=92, num_hidden_layers=1)
     models = sb.load(tiny("llama", seed=91), draft, check=False)  # of no other test
     last = []
