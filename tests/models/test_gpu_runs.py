@@ -1,7 +1,5 @@
 """Compiled runs on the engine for GPUs: the texts of the engine for CPUs, alone and together, by lists and by whole rows."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -17,91 +15,26 @@ from specbeam.doors.options.settings import Settings
 from specbeam.doors.request import Request
 from specbeam.engines.gpu import runs as gpu_runs
 from specbeam.errors import SomeFailed
-from specbeam.models.huggingface import HuggingFaceLM
-from specbeam.models.pair import Pair
-from tests.support.tiny_models import tiny
+from tests.support.runs_on_engines import check_texts, grid, listing_of_length, loops, pair_of, prompts, texts
 
 if not compiling.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROMPTS = [[1, 7, 3], [5, 6, 7, 8, 9] * 3, [2]]
-CASES = {
-    "sampling": (sb.sampling(), {}),
-    "beam sampling": (sb.beam_sampling(3), {}),
-    "dsbd": (sb.dsbd(3, depth=2), {}),
-    "dsbd with a top-k": (sb.dsbd(3, depth=2), {"top_k": 6, "temperature": 0.8}),
-    "speculative beam search": (sb.speculative_beam_search(3, depth=2), {}),
-}
-
-
-def pair_of(engine, device):
-    target, draft = (tiny("llama", seed=seed, vocab_size=96, num_hidden_layers=1).to(device) for seed in (1, 2))
-    lms = [HuggingFaceLM(model, engine=engine, share_from=None) for model in (target, draft)]
-    return Pair(target, draft, None, *lms)
+__all__ = ["loops"]  # a fixture
+PROMPTS = prompts(3)
+QUICK = [("beam sampling", 3, 3), ("dsbd with a top-k", 3, 0)]  # each method compiles loops of its own
 
 
 @pytest.fixture(scope="module")
 def pairs():
     """The same models by the engine for CPUs and by the one for GPUs."""
-    return pair_of("compiled", "cpu"), pair_of("gpu", DEVICE)
+    return pair_of("compiled", "compiled"), pair_of("gpu", "gpu", DEVICE)
 
 
-@pytest.fixture
-def loops(monkeypatch):
-    """The numbers of sessions of compiled loops."""
-    seen = []
-    for name in ("run_turns", "run_turns_together"):
-        loop = getattr(runs, name)
-
-        def noted(first, *given, loop=loop):
-            seen.append(len(first) if isinstance(first, np.ndarray) else 1)
-            return loop(first, *given)
-
-        monkeypatch.setattr(runs, name, noted)
-    return seen
-
-
-def listing_of_length(monkeypatch, length):
-    """Let lists have this length; 0: as planned; None: whole rows."""
-
-    def listing_for(target, session, width):
-        found = runs.listing_of(session, width, 2**40)
-        if length is None or found.length == 0:
-            return WHOLE
-        return found._replace(length=length or found.length)
-
-    monkeypatch.setattr(runs, "_listing_for", listing_for)
-
-
-def texts(pair, method, options, batch_size):
-    found = sb.generate(
-        pair, PROMPTS, method, max_new_tokens=5, eos_token_id=[9], seed=3, batch_size=batch_size, **options
-    )
-    return [[beam.tokens for beam in one.beams] for one in found], found
-
-
-QUICK = [("beam sampling", 3, 3), ("dsbd with a top-k", 3, 0)]  # each method compiles loops of its own
-
-
-@pytest.mark.parametrize(
-    ("name", "batch_size", "length"),
-    [
-        case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
-        for case in itertools.product(CASES, (1, 3), (3, 0, None))
-    ],
-)
-def test_texts_are_those_of_the_engine_for_cpus(pairs, loops, monkeypatch, name, batch_size, length):
-    on_cpu, on_gpu = pairs
-    method, options = CASES[name]
-    expected, _ = texts(on_cpu, method, options, 1)
-    loops.clear()
-    listing_of_length(monkeypatch, length)
-    found, answers = texts(on_gpu, method, options, batch_size)
-    assert found == expected
-    assert max(loops) == batch_size
-    if length is None:
-        assert sum(one.report.rows.whole for one in answers) == 0
+@pytest.mark.parametrize("case", grid(QUICK), ids=str)
+def test_texts_are_those_of_the_engine_for_cpus(pairs, loops, monkeypatch, case):
+    check_texts(pairs, PROMPTS, loops, monkeypatch, case, 5)
 
 
 def test_many_sessions_go_in_as_few_passes_as_the_staging_allows(pairs, monkeypatch):
@@ -126,7 +59,7 @@ def test_many_sessions_go_in_as_few_passes_as_the_staging_allows(pairs, monkeypa
 
 def test_a_pass_that_fails_ends_its_sessions_and_no_later_ones(pairs, monkeypatch):
     on_cpu, on_gpu = pairs
-    expected, _ = texts(on_cpu, sb.beam_sampling(3), {}, 1)
+    expected, _ = texts(on_cpu, PROMPTS, "beam sampling", 1, 5)
     made = on_gpu.target.runner.runs
     calls = []
 
@@ -139,8 +72,8 @@ def test_a_pass_that_fails_ends_its_sessions_and_no_later_ones(pairs, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(made.callback, "_function", broken)
         with pytest.raises(SomeFailed, match=r"3 prompts failed.*no device"):
-            texts(on_gpu, sb.beam_sampling(3), {}, 3)
-    assert texts(on_gpu, sb.beam_sampling(3), {}, 3)[0] == expected
+            texts(on_gpu, PROMPTS, "beam sampling", 3, 5)
+    assert texts(on_gpu, PROMPTS, "beam sampling", 3, 5)[0] == expected
 
 
 def test_rows_of_stored_nodes_are_computed_again(pairs, monkeypatch):
@@ -189,8 +122,8 @@ def test_a_session_with_a_large_mask_gets_a_larger_staging(pairs):
         assert made.staging is before
         made.make_room(before.mask_bytes + 1)
         assert made.staging.mask_bytes > before.mask_bytes
-        expected, _ = texts(on_cpu, sb.beam_sampling(3), {}, 1)
-        assert texts(on_gpu, sb.beam_sampling(3), {}, 3)[0] == expected
+        expected, _ = texts(on_cpu, PROMPTS, "beam sampling", 1, 5)
+        assert texts(on_gpu, PROMPTS, "beam sampling", 3, 5)[0] == expected
     finally:
         made.staging = before
         made.rankers = {}
