@@ -66,6 +66,19 @@ def test_a_signal_ends_a_server_within_its_time_although_a_step_hangs():
     assert "shutting down by force" in process.stderr
 
 
+TWICE = DRAINS.replace("drain_timeout=0.5", "drain_timeout=600").replace(
+    "os.kill, os.getpid(), signal.SIGTERM)",
+    "lambda: [(os.kill(os.getpid(), signal.SIGTERM), time.sleep(1)) for _ in range(2)])",
+)
+
+
+def test_a_second_signal_ends_a_server_at_once_and_is_no_error():
+    process = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "shutting down at once: 0 requests are cut off" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
 def children_of(process):
     """The processes that any thread of this one has started."""
     found = []

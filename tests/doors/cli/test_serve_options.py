@@ -36,9 +36,9 @@ def test_what_is_given_reaches_the_configuration_and_all_else_is_left_to_it(give
     config.write_text("max_beams: 3\nmax_texts: 99\nport: 1\n")
     line = (
         f"serve --config {config} -m target -d draft --set beams=2 --set depth=3 --method dsbd --methods a,b --port 0 "
-        "--no-auth --api-key one --api-key two --max-texts 7 --max-schema 8 --max-running-per-key 2 --compile-timeout 0.5 "
-        "--reader-timeout 5 --stall-timeout 6 --prefix-cache-mb 0 --prefix-cache-shared --log-texts --no-warm-up "
-        "--default-beams 5 --cors-origin http://a --allowed-host b --kv-gb 0.5"
+        "--api-key one --api-key two --max-texts 7 --max-schema 8 --max-running-per-key 2 --compile-timeout 0.5 "
+        "--reader-timeout 5 --stall-timeout 6 --prefix-cache-mb 9 --prefix-cache-shared --log-texts --no-warm-up "
+        "--default-beams 2 --cors-origin http://a --allowed-host b --kv-gb 0.5"
     )
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 0, result.output
@@ -47,9 +47,9 @@ def test_what_is_given_reaches_the_configuration_and_all_else_is_left_to_it(give
     found = read_config(file, options)
     assert found == ServerConfig(
         model="target", draft="draft", settings=("beams=2", "depth=3"), method="dsbd", methods=("a", "b"), port=0,
-        no_auth=True, api_keys=("one", "two"), max_texts=7, max_schema=8, max_running_per_key=2, compile_timeout=0.5,
-        reader_timeout=5, stall_timeout=6, prefix_cache_mb=0, prefix_cache_shared=True, log_texts=True, warm_up=False,
-        default_beams=5, cors_origins=("http://a",), allowed_hosts=("b",), kv_gb=0.5, max_beams=3,
+        api_keys=("one", "two"), max_texts=7, max_schema=8, max_running_per_key=2, compile_timeout=0.5,
+        reader_timeout=5, stall_timeout=6, prefix_cache_mb=9, prefix_cache_shared=True, log_texts=True, warm_up=False,
+        default_beams=2, cors_origins=("http://a",), allowed_hosts=("b",), kv_gb=0.5, max_beams=3,
     )  # fmt: skip
 
 

@@ -215,6 +215,23 @@ class ServerConfig:
         ):
             if not getattr(self, name) >= 0:  # also for NaN
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must not be negative")
+        self._check_each_has_an_effect()
+
+    def _check_each_has_an_effect(self) -> None:
+        """Raise `BadSetting` for a setting that others make useless."""
+        has_keys = bool(self.api_keys or self.api_key_file)
+        is_above = self.default_beams > self.max_beams and self.default_beams != ServerConfig.default_beams
+        useless = {
+            "settings are for a method that is named, and method is 'auto'": self.settings and self.method == "auto",
+            "no_auth is for a server without API keys, and some are given": self.no_auth and has_keys,
+            "allowed_hosts is for a host of this machine only": self.allowed_hosts and not self.is_local,
+            "prefix_cache_shared needs API keys and a prefix cache": self.prefix_cache_shared
+            and not (has_keys and self.prefix_cache_mb),
+            f"default_beams is {self.default_beams}, and max_beams is {self.max_beams}": is_above,
+        }
+        found = [reason for reason, is_so in useless.items() if is_so]
+        if found:
+            raise BadSetting(f"{'; '.join(found)}; leave it out, or change the other setting")
 
     @property
     def is_local(self) -> bool:

@@ -47,9 +47,8 @@ class _Uvicorn(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._ending is not None or sig not in (signal.SIGINT, signal.SIGTERM):
-            self.force_exit = True
-            self.should_exit = True
-            return
+            LOG.info("shutting down at once: %d requests are cut off", len(self.beams.asking))
+            end_now(self.code)
         if self.beams.state == "loading":
             LOG.info("shutting down: the server was not ready yet, so there are no requests to finish")
             end_now(0)
