@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbeam.doors.cli.arguments import generation
-from specbeam.doors.cli.common import demo_sentences, print_records, quiet_load
+from specbeam.doors.cli.common import demo_sentences, in_one_line, print_records, quiet_load
 from specbeam.doors.cli.generate import gather
 from specbeam.doors.cli.options import DemoPromptArguments, Json, PairArguments, Plot, Seed, SpacedRows, checked
 from specbeam.doors.cli.reports import print_report
@@ -90,6 +90,7 @@ def efficiency(given: EfficiencyArguments) -> int:
     from specbeam.doors.cli.screen import show_result, working
     from specbeam.lab.bench.efficiency import as_markdown, halves, plot
     from specbeam.lab.bench.efficiency import efficiency as measure
+    from specbeam.lab.bench.provenance import provenance
 
     reported, choosing = halves(spread(texts, 2 * given.rows))
     pair = quiet_load(**given.pair)
@@ -100,9 +101,13 @@ def efficiency(given: EfficiencyArguments) -> int:
     with working("measuring all shapes of all methods"):
         cells = measure(pair, reported, choosing, given.budget, given.seed, on_progress, **given.options)
     if given.json:
-        print_records(cells)
+        print_records(cells, provenance=provenance())
     else:
         print_report(as_markdown(cells))
+        print(
+            "\nTokens per target pass, their 95 % interval by bootstrap over prompts, and a shape chosen on other prompts."
+        )
+        print(in_one_line(provenance()))
     if given.plot is not None:
         plot(cells, given.plot)
     return 0

@@ -149,7 +149,11 @@ def paper(given: PaperArguments) -> int:
         print_records(lines, provenance=origin)
     else:
         print_report(as_markdown(lines))
-        print("\n95 % intervals by bootstrap over questions; one question at a time. ", end="")
+        print(
+            "\n95 % intervals by bootstrap over questions; one question at a time. Perplexity: of the answers under the "
+            "target, each answer counted once, or 'by tokens'; tokens: per answer; width: live beams, averaged over turns. ",
+            end="",
+        )
         print(in_one_line(origin))
     for task in tasks:
         count, why = task.left_out
