@@ -179,9 +179,9 @@ def figures():
     ("figure", "most"),
     [
         ("entries at the top", 12),
-        ("closure of decode.py, lines", 13_950),  # what the loop needs; at most 18,000
+        ("closure of decode.py, lines", 13_975),  # what the loop needs; at most 18,000
         ("lines", 105_330),
-        ("syntax nodes", 741_500),
+        ("syntax nodes", 741_850),
         ("syntax nodes per line of code", 10.5),
         ("functions with more than 8 parameters", 30),
         ("conditions inside conditions", 0),
@@ -243,7 +243,7 @@ NOT_DECIDING = {
     "core.decoder",
 }
 MOST_NODES = 1500  # of the syntax tree of a function: it may be as long as its thought
-STEPS = {"step", "open_step", "compiled", "compiled_in_any_order", "compiled_loosely", "compiled_without_counts"}
+STEPS = {"step", "open_step", "compiled", "compiled_loosely", "compiled_without_counts"}
 TURN = tuple(room for room in FLOOR_OF if room.startswith("core.") and room not in NOT_DECIDING)
 CHANCE = {"default_rng", "randbits", "token_bytes", "randn", "rand", "multinomial"}
 

@@ -2,7 +2,8 @@
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from traceback import walk_stack
 from typing import Any
 
@@ -89,6 +90,17 @@ class BrokenPart(SpecbeamError, RuntimeError):
 
     It ends the session of its prompt; other prompts are not affected.
     """
+
+
+@contextmanager
+def naming(part: object, method: str) -> Iterator[None]:
+    """Turn the errors of a part's method into `BrokenPart`, whose message names them; errors of specbeam pass."""
+    try:
+        yield
+    except SpecbeamError:
+        raise
+    except Exception as error:
+        raise BrokenPart(f"{type(part).__name__}.{method} raised {type(error).__name__}: {error}") from error
 
 
 class Cancelled(SpecbeamError):

@@ -6,13 +6,14 @@ import torch
 
 from specbeam.core.answers import LOGITS
 from specbeam.core.draft.batch import drafted, with_extra_rows
+from specbeam.core.errors import naming
 from specbeam.core.forest import Forest, kept_nodes
 from specbeam.core.lm import LM
 from specbeam.core.measure.profiler import span
 from specbeam.core.records import RowCounts, Scored, Shape, Turn, Verdict
 from specbeam.core.runs import take_whole_rows
 from specbeam.core.session import Session
-from specbeam.core.verify.checked import checked_verdict
+from specbeam.core.verify.checked import checked_shape, checked_verdict
 
 Turns = list[tuple[Session, Turn]]
 
@@ -36,12 +37,11 @@ def turns(target: LM, live: list[Session]) -> Turns:
         with session.failing_alone():
             with span("verify"):
                 verdict = _verdict(session, forest, found, target.vocab)  # the surviving beams
-                if session.keeps_nodes and verdict.searched is None:
-                    verdict = replace(verdict, kept=kept_nodes(forest.parents, verdict.beams.nodes))
             turn = Turn(shape, forest, found, verdict)
             with span("settle"):
                 for part in (target, session.parts.drafter, session.parts.controller):
-                    part.settle(session, turn)  # update caches and statistics
+                    with naming(part, "settle"):
+                        part.settle(session, turn)  # update caches and statistics
                 session.count.peak_kv_tokens = target.peak(session)
                 session.advance(turn)
             done.append((session, turn))
@@ -51,8 +51,9 @@ def turns(target: LM, live: list[Session]) -> Turns:
 def _planned(session: Session, batch_size: int) -> Shape:
     session.batch_size = batch_size
     session.shape = Shape(0, 0)  # stays if planning fails; the session then ends after this pass
-    with session.failing_alone():
-        session.shape = session.parts.controller.plan(session)
+    controller = session.parts.controller
+    with session.failing_alone(), naming(controller, "plan"):
+        session.shape = checked_shape(controller.plan(session), controller)
     return session.shape
 
 
@@ -82,5 +83,9 @@ def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scor
 def _verdict(session: Session, forest: Forest, scored: Scored, vocab: int) -> Verdict:
     """Return the verdict of the rule. A rule with `needs` gets the whole `Scored`, other rules get logits."""
     rule = session.parts.rule
-    verdict = rule.verify(session, forest, scored if hasattr(rule, "needs") else scored.logits)
-    return checked_verdict(verdict, forest, vocab, rule)
+    with naming(rule, "verify"):
+        verdict = rule.verify(session, forest, scored if hasattr(rule, "needs") else scored.logits)
+    checked = checked_verdict(verdict, forest, vocab, rule)
+    if session.keeps_nodes and checked.searched is None:
+        return replace(checked, kept=kept_nodes(forest.parents, checked.beams.nodes))
+    return checked

@@ -1,6 +1,7 @@
 """A rule of a user whose verdict does not fit the forest ends its own text, with a sentence, and no process."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from specbeam.core.audit import ALARM, Audit
 from specbeam.core.audits import evidence_of
 from specbeam.core.beams import no_layers
 from specbeam.core.laws.evidence import TILTS
+from specbeam.core.records import Shape
 from specbeam.errors import AuditWarning, BadForest, BrokenPart, SomeFailed
 from tests.support import words
 
@@ -160,6 +162,53 @@ def test_an_error_of_own_children_names_them(pair):
     method = sb.Method("raising", "exact: plain sampling", 1, build, needs_draft=True)
     with pytest.raises(BrokenPart, match="draw raised KeyError: 'no'"):
         sb.generate(pair, "abc", method, seed=1, max_new_tokens=4)
+
+
+def untyped_shape(depth, width):
+    """A plan as a program without checks of types makes it."""
+    shape = object.__new__(Shape)
+    shape.__dict__.update(depth=depth, width=width)
+    return shape
+
+
+class Planning:
+    """Plans what a function says."""
+
+    def __init__(self, plan, settle=lambda session, turn: None):
+        self.plan = plan
+        self.settle = settle
+
+
+@pytest.mark.parametrize("method", [sb.speculative_sampling(), sb.dsbd(3)], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        (None, "the controller Planning planned None; expected a Shape"),
+        ((2, 2), r"planned \(2, 2\); expected a Shape"),
+        (Shape(-1, 2), "planned depth -1; expected an int from 0 to"),
+        (Shape(2, -2), "planned width -2; expected an int from 0 to"),
+        (Shape(2, 10**6), "planned width 1000000; expected an int from 0 to 65536"),
+        (untyped_shape(2.5, 2), "planned depth 2.5; expected an int"),
+        (untyped_shape("2", 2), "planned depth '2'; expected an int"),
+    ],
+    ids=str,
+)
+def test_plans_that_no_draft_can_have_are_refused(pair, method, shape, said):
+    with pytest.raises(BrokenPart, match=said):
+        sb.generate(pair, "abc", method.with_parts(controller=Planning(lambda _: shape)), seed=1, max_new_tokens=4)
+
+
+def test_an_error_of_an_own_part_says_in_what(pair):
+    def fails(*given):
+        raise ValueError("no")
+
+    for said, part in {
+        "step 0: Planning.plan raised ValueError: no": {"controller": Planning(fails)},
+        "step 0: Planning.settle raised ValueError: no": {"controller": Planning(lambda _: Shape(1, 1), fails)},
+        "step 0: SimpleNamespace.verify raised ValueError: no": {"rule": SimpleNamespace(verify=fails)},
+    }.items():
+        with pytest.raises(BrokenPart, match=said):
+            sb.generate(pair, "abc", sb.speculative_sampling(2).with_parts(**part), seed=1, max_new_tokens=4)
 
 
 class Silent:

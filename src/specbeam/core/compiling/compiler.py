@@ -115,11 +115,6 @@ def compiled_only(function: Callable[..., Any]) -> Callable[..., Any]:
     return refuse
 
 
-def compiled_in_any_order(function: Compiled) -> Compiled:
-    """Return the function compiled so that sums may be reordered into vector instructions; NaN stays NaN."""
-    return compiled(function, fastmath={"reassoc", "nsz", "contract"})
-
-
 def compiled_loosely(function: Compiled) -> Compiled:
     """Return the function compiled so that sums may be reordered into vector instructions; inputs must not hold NaN."""
     return compiled(function, fastmath={"reassoc", "nsz", "contract", "nnan"})

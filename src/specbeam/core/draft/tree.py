@@ -43,7 +43,7 @@ from specbeam.core.draft.turns import (
     tosses_of,
     uncut,
 )
-from specbeam.core.errors import BadForest, BrokenPart, BrokenProcessor, SpecbeamError
+from specbeam.core.errors import BadForest, BrokenProcessor, naming
 from specbeam.core.forest import (
     CHOSEN,
     DISTINCT,
@@ -611,12 +611,8 @@ def grow_layer_in_python(draft: TreeDraft, rows: Any, spec: OwnChildrenSpec, dic
 def _drawn(children: Any, q: Any, count: int, dice: Dice) -> list[Draws]:
     """Return the draws of a user's `Children`. Raises `BadForest` if they do not fit the law, `BrokenPart` for errors."""
     size = len(q)
-    try:
+    with naming(children, "draw"):
         family: list[Draws] = children.draw(q, count, dice)
-    except SpecbeamError:
-        raise
-    except Exception as error:
-        raise BrokenPart(f"{type(children).__name__}.draw raised {type(error).__name__}: {error}") from error
     for group in family:
         of_law = size if group.law is None else len(group.law)
         if of_law != size or not all(isinstance(token, Integral) and 0 <= token < size for token in group.tokens):

@@ -1,4 +1,4 @@
-"""The check of a verdict from a rule that runs in Python, before steps follow its numbers without looking."""
+"""The checks of plans and verdicts from parts that run in Python, before steps follow their numbers without looking."""
 
 from typing import Any
 
@@ -6,7 +6,18 @@ import numpy as np
 
 from specbeam.core.errors import BrokenPart
 from specbeam.core.forest import Forest, depths_of, start_of
-from specbeam.core.records import Verdict
+from specbeam.core.records import Shape, Verdict
+
+
+def checked_shape(shape: Any, controller: object) -> Shape:
+    """Return the plan of a controller. Raises `BrokenPart`, which names the controller, if no draft can have its shape."""
+    who = f"the controller {type(controller).__name__} planned"
+    if not isinstance(shape, Shape):
+        raise BrokenPart(f"{who} {shape!r}; expected a Shape")
+    for name, value, most in (("depth", shape.depth, 2**20), ("width", shape.width, 2**16)):
+        if not isinstance(value, int | np.integer) or not 0 <= value <= most:
+            raise BrokenPart(f"{who} {name} {value!r}; expected an int from 0 to {most}")
+    return shape
 
 
 def checked_verdict(verdict: Any, forest: Forest, vocab: int, rule: object) -> Verdict:

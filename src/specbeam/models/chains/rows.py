@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Float32, Float64, Int64
 
-from specbeam.core.ranked import NO_ROWS, Listing, Ranked
+from specbeam.core.ranked import Listing, Ranked
 from specbeam.models.chains.chains import Likeliest
 
 
@@ -54,8 +54,3 @@ def undecided_rows(found: Likeliest, kept: int) -> Int64[np.ndarray, " n"]:
     """Return the rows in which a token that is not listed may be among the `kept` likeliest."""
     edge: Float64[np.ndarray, " rows"] = found.logp[:, kept - 1].astype(np.float64)
     return np.flatnonzero(~(edge > found.logp[:, -1]))
-
-
-def no_rows(vocab: int) -> Ranked:
-    """Return no rows of a vocabulary."""
-    return NO_ROWS._replace(vocab=vocab)
