@@ -350,7 +350,7 @@ class Session:
             kind = type(error)
             what = str(error)
         self.failure = kind(f"prompt {self.number}, step {self.length}: {who}{what}")
-        self.failure.__cause__ = error
+        self.failure.__cause__ = error.__cause__ if isinstance(error, BrokenPart) and error.__cause__ else error
 
     def new_tokens(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
         """Return the new tokens up to and including each node; all nodes must have the same depth."""
