@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from specbeam.core.compiling.sums import picked as place_of
+from specbeam.core.errors import BrokenLaw
 from specbeam.core.steps import Array, borrowed, verb
 
 TAKEN_TOGETHER = 64  # minimum number of uniforms drawn from a stream at once
@@ -89,7 +90,13 @@ class Dice:
         return bool(flip(self.ready(1), odds))
 
     def pick(self, law: Float64[np.ndarray, " n"]) -> int:
-        """Return an index drawn with probability proportional to `law`, which must have a positive entry."""
+        """Return an index drawn with probability proportional to `law`; it need not sum to 1.
+
+        Raises `BrokenLaw` if it has no positive entry, or a negative or infinite one, or NaN.
+        """
+        total = law.sum()
+        if not 0 < total < math.inf or law.min() < 0:
+            raise BrokenLaw(f"dice.pick was given a law that sums to {total:g}, its least number is {law.min():g}")
         return int(pick(self.ready(1), law))
 
     def uniform(self, shape: tuple[int, ...]) -> Float64[np.ndarray, "*shape"]:

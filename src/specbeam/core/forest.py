@@ -535,6 +535,19 @@ def turn_rows(fresh: Ranked, nodes: int, known: KnownRows) -> TurnRows:
     return TurnRows(fresh, known.rows, places)
 
 
+def check_rows_of(forest: Forest, scored: Array) -> None:
+    """Raise `BadForest` unless there is a row for each node that is not known, which has an entry for each of its tokens.
+
+    A user's rule may hand a rule of ours other rows than it was given.
+    """
+    fresh = forest.size - len(forest.known.nodes)
+    if len(scored) != fresh or scored.shape[1] <= forest.tokens.max():
+        raise BadForest(
+            f"a rule was given logits of shape {[*scored.shape]}; expected a row for each of the {fresh} new nodes, with an "
+            "entry for each token of the vocabulary"
+        )
+
+
 def scored_rows_of(forest: Forest, scored: Array) -> TurnRows:
     """Return the rows of all nodes of a forest.
 
@@ -542,6 +555,7 @@ def scored_rows_of(forest: Forest, scored: Array) -> TurnRows:
         scored: float[fresh, vocab], the logits of the nodes whose rows are not known.
     """
     known = forest.known
+    check_rows_of(forest, scored)
     if known.rows.logits.dtype != scored.dtype:
         known = known._replace(rows=with_logits(known.rows, known.rows.logits.astype(scored.dtype)))
     found: TurnRows = turn_rows(whole_rows(scored), forest.size, known)

@@ -19,7 +19,7 @@ from specbeam.core.control.thompson import Thompson
 from specbeam.core.draft.tree import Growth, TreeDrafter
 from specbeam.core.errors import BadSetting, LostLaw
 from specbeam.core.lm import LM
-from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part, law_of
+from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part, lacking, law_of
 from specbeam.core.verify.traversal import TraversalRule
 from specbeam.core.verify.walk import MatchRule, PathRule
 from specbeam.recipes.depth import (
@@ -96,7 +96,8 @@ def rule_of(choice: "RuleName | Rule", drafts: DraftKind) -> Rule:
     """
     rules: dict[str, Rule] = {"path": PathRule(), "traversal": TraversalRule(), "match": MatchRule()}
     if choice not in rules if isinstance(choice, str) else not is_part(choice, Rule):
-        raise BadSetting(f"rule is {choice!r}; it must be one of {', '.join(rules)}, or a part")
+        why = repr(choice) if isinstance(choice, str) else f"no part: {lacking(choice, Rule)}"
+        raise BadSetting(f"rule is {why}; it must be one of {', '.join(rules)}, or a part")
     rule = rules[choice] if isinstance(choice, str) else choice
     if drafts.no_law_reason and getattr(rule, "tries", False):
         name = repr(choice) if isinstance(choice, str) else type(choice).__name__
@@ -148,7 +149,8 @@ def controller_maker(
         "calibration_ts": Thompson(mode="step", calibrated=True, persistent=False, most=depth, width=width),
     }
     if choice not in controllers if isinstance(choice, str) else not is_part(choice, Controller):
-        raise BadSetting(f"controller is {choice!r}; it must be one of {', '.join(controllers)}, or a part")
+        why = repr(choice) if isinstance(choice, str) else f"no part: {lacking(choice, Controller)}"
+        raise BadSetting(f"controller is {why}; it must be one of {', '.join(controllers)}, or a part")
     part = controllers[choice] if isinstance(choice, str) else _with_width(choice, width)
     _check_controller(choice, part, drafts)
     budget = width if drafts.has_node_budget else None

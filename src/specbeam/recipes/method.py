@@ -10,7 +10,7 @@ from specbeam.core.arguments import refusing_unknown
 from specbeam.core.errors import BadSetting, NotSupported
 from specbeam.core.lm import LM
 from specbeam.core.names import SETTINGS_ELSEWHERE
-from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part, law_of
+from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part, lacking, law_of
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,9 @@ class Method:
         new_parts = {"drafter": (drafter, Drafter), "rule": (rule, Rule), "controller": (controller, Controller)}
         for name, (part, kind) in new_parts.items():
             if part is not None and not is_part(part, kind):
-                of_search = "; names are for sb.dsbd and sb.speculative_beam_search" if isinstance(part, str) else ""
-                raise BadSetting(f"{name} is {part!r}; it must be a part{of_search} (docs/write_a_method.md)")
+                if isinstance(part, str):
+                    raise BadSetting(f"{name} is {part!r}; names are for sb.dsbd and sb.speculative_beam_search")
+                raise BadSetting(f"{name} is no part: {lacking(part, kind)}")
         if rule is not None:
             self._check_beams(rule)
         if law is None:

@@ -12,7 +12,7 @@ from specbeam.core.draft.lookup import PromptLookup, SuffixMatch
 from specbeam.core.draft.recycle import Successors, TokenRecycling, likeliest
 from specbeam.core.errors import BadSetting, one_of
 from specbeam.core.lm import LM
-from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part
+from specbeam.core.session import Controller, Drafter, Parts, Rule, is_part, lacking
 from specbeam.core.verify.search import SearchRule
 from specbeam.recipes.depth import Depth, check_depth, depth_control, depth_of_trees, paces_of
 from specbeam.recipes.method import Build, Method, recipe, refuse_ignored, require_at_least_one
@@ -146,8 +146,8 @@ def _drafter_maker(
     """
     if not isinstance(drafter, str):
         if not is_part(drafter, Drafter):
-            what = f"the class {drafter.__name__}" if isinstance(drafter, type) else repr(drafter)
-            raise BadSetting(f"drafter is {what}; it must be one of {', '.join(get_args(DrafterName))}, or a part")
+            names = ", ".join(get_args(DrafterName))
+            raise BadSetting(f"drafter is no part: {lacking(drafter, Drafter)}; it must be one of {names}, or a part")
         return lambda target, draft: drafter
     one_of("drafter", drafter, get_args(DrafterName))
     tables: dict[int, Successors] = {}  # by vocabulary size

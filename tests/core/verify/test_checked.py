@@ -10,9 +10,12 @@ import specbeam as sb
 from specbeam.core.audit import ALARM, Audit
 from specbeam.core.audits import evidence_of
 from specbeam.core.beams import no_layers
+from specbeam.core.dice import Dice
+from specbeam.core.draft.lookup import RETRIEVED, retrieved_chains
 from specbeam.core.laws.evidence import TILTS
 from specbeam.core.records import Shape
-from specbeam.errors import AuditWarning, BadForest, BrokenPart, SomeFailed
+from specbeam.core.session import Controller, Drafter, Rule, lacking
+from specbeam.errors import AuditWarning, BadForest, BrokenLaw, BrokenPart, SomeFailed
 from tests.support import words
 
 
@@ -209,6 +212,73 @@ def test_an_error_of_an_own_part_says_in_what(pair):
     }.items():
         with pytest.raises(BrokenPart, match=said):
             sb.generate(pair, "abc", sb.speculative_sampling(2).with_parts(**part), seed=1, max_new_tokens=4)
+
+
+class Cutting:
+    """Matches drafts by other rows than it was given."""
+
+    law = "exact: plain sampling"
+
+    def __init__(self, cut):
+        self.cut = cut
+
+    def verify(self, session, forest, scored):
+        return sb.verify.MatchRule().verify(session, forest, self.cut(scored))
+
+
+@pytest.mark.parametrize("options", [{}, {"stop_strings": ["zz"]}, {"repetition_penalty": 1.5}], ids=str)
+@pytest.mark.parametrize(
+    "cut", [lambda s: s[:1], lambda s: s[:0], lambda s: s[:, :3]], ids=["1 row", "none", "3 words"]
+)
+def test_rules_of_ours_refuse_rows_of_another_shape(pair, cut, options):
+    with pytest.raises(BadForest, match=r"logits of shape .*; expected a row for each of the 3 new nodes"):
+        sb.generate(pair, "abc", sb.speculative_sampling(2, rule=Cutting(cut)), seed=1, max_new_tokens=6, **options)
+
+
+@pytest.mark.parametrize("size", [8, 2000])
+@pytest.mark.parametrize("number", [0.0, -1.0, np.nan, np.inf])
+def test_dice_pick_by_no_law_without_a_positive_entry(size, number):
+    with pytest.raises(BrokenLaw, match=r"dice\.pick was given a law that sums to"):
+        Dice(1).pick(np.full(size, number))
+
+
+class Drafting:
+    """Returns what a function makes of the sessions."""
+
+    no_law_reason = RETRIEVED
+
+    def __init__(self, draft):
+        self.make = draft
+
+    def draft(self, sessions, shapes):
+        return self.make(sessions)
+
+    def settle(self, session, turn):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        (lambda sessions: [], r"the drafter Drafting returned \[\]; expected 1 times a Forest"),
+        (lambda sessions: [None], r"returned \[NoneType\]; expected 1 times a Forest"),
+        (lambda sessions: None, "Drafting.draft raised TypeError"),
+        (lambda sessions: [retrieved_chains(sessions[0], [])], "0 chains for 1 live beams"),
+        (lambda sessions: [retrieved_chains(sessions[0], [[3], [4]])], "2 chains for 1 live beams"),
+    ],
+)
+def test_drafts_that_are_no_forests_are_refused(pair, draft, said):
+    def build(target, model):
+        return sb.Parts(Drafting(draft), sb.verify.MatchRule(), sb.control.FixedShape(2, 1), "exact: plain sampling")
+
+    with pytest.raises((BrokenPart, BadForest), match=said):
+        sb.generate(pair, "abc", sb.Method("own", "exact: plain sampling", 1, build), seed=1, max_new_tokens=4)
+
+
+def test_what_a_part_lacks_is_said():
+    for kind, said in {Drafter: "draft and no settle", Rule: "verify", Controller: "plan and no settle"}.items():
+        assert lacking(object(), kind).endswith(f"has no {said} (docs/write_a_method.md)")
+    assert lacking(sb.verify.MatchRule, Rule) == "MatchRule is a class; give an object, such as MatchRule()"
 
 
 class Silent:

@@ -66,7 +66,7 @@ def picked_by_blocks(law: Array, uniform: float) -> int:
             if left < 0:
                 break
     place = len(law)
-    while last < 0:  # `uniform` times the sum was rounded up, and all odds of the last block are 0
+    while last < 0 and place > 0:  # `uniform` times the sum was rounded up, and all odds of the last block are 0
         place -= 1
         last = place if law[place] > 0 else -1
     return last

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specbeam.core.errors import warn
+from specbeam.core.errors import BrokenPart, naming, warn
 from specbeam.core.forest import Forest
 from specbeam.core.lm import LM
 from specbeam.core.records import Shape
@@ -19,8 +19,13 @@ def drafted(sessions: list[Session], shapes: list[Shape], vocab: int) -> list[Fo
     shape_of = dict(zip(sessions, shapes, strict=True))
     for drafter in dict.fromkeys(session.parts.drafter for session in sessions):
         batch = [session for session in sessions if session.parts.drafter == drafter and _is_ready(session)]
-        with failing_together(batch, "draft: "):
+        with failing_together(batch, "draft: "), naming(drafter, "draft"):
             drafts = drafter.draft(batch, [shape_of[session] for session in batch])
+            if len(drafts) != len(batch) or not all(isinstance(forest, Forest) for forest in drafts):
+                found = ", ".join(type(forest).__name__ for forest in drafts)
+                raise BrokenPart(
+                    f"the drafter {type(drafter).__name__} returned [{found}]; expected {len(batch)} times a Forest"
+                )
             for session, forest in zip(batch, drafts, strict=True):
                 with session.failing_alone("draft: "):
                     most_layers = max(shape_of[session].depth, session.remaining)

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int64
 from specbeam.core.draft.indexes import GramIndex, gram_index
 from specbeam.core.draft.retrieval import RetrievalSpec, find_chains, hang_chains
 from specbeam.core.draft.suffixes import SuffixIndex, suffix_index
+from specbeam.core.errors import BadForest
 from specbeam.core.forest import LOST, Forest, Siblings, siblings
 from specbeam.core.limits import SPAN
 from specbeam.core.lm import LM
@@ -25,9 +26,15 @@ RETRIEVED = "retrieves its drafts"  # the reason why their law is unknown
 def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
     """Return a chain of guesses under each live beam, cut before the first end token or banned token.
 
-    Guesses that are already nodes, kept from earlier turns, get no second node.
+    Guesses that are already nodes, kept from earlier turns, get no second node. Raises `BadForest` unless there is a list
+    for each live beam, empty if there is no guess; several chains under a beam are a tree (`draft.TreeDrafter`).
     """
-    sizes = np.array([len(chain) for chain in guesses])
+    beams = session.beams.size
+    if len(guesses) != beams:
+        raise BadForest(
+            f"{len(guesses)} chains for {beams} live beams; give a list of tokens for each, [] for no guess"
+        )
+    sizes = np.array([len(chain) for chain in guesses], dtype=np.int64)
     stops = np.cumsum(sizes)
     tokens = np.array([token for chain in guesses for token in chain], dtype=np.int64)
     return _hung_chains(session, tokens, stops - sizes, stops)

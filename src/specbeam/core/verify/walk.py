@@ -21,6 +21,7 @@ from specbeam.core.forest import (
     GroupsUnder,
     Siblings,
     TurnRows,
+    check_rows_of,
     find_child,
     groups_by_node,
     scored_rows_of,
@@ -428,6 +429,7 @@ class WalkInputs:
             observer = TokenObserver(session, forest)
         if session.warp.takes_raw_rows:
             return cls(scored_rows_of(forest, rows), dice, evidence, observer)
+        check_rows_of(forest, rows)
         return cls(RowsInPython(session, forest, rows), dice, evidence, observer)
 
     def run(self, one: Callable[..., Any], *given: Any) -> Any:
