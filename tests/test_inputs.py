@@ -447,6 +447,20 @@ def test_the_tools_of_a_row_reach_its_template(talking):
     assert found.prompt == [3, *talking.tokenizer(" be short", add_special_tokens=False)["input_ids"]]  # "1" is unknown
 
 
+def test_tools_that_a_template_does_not_show_are_refused(talking):
+    """As the model would answer without them."""
+    talking.tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(BadPrompt, match="prompt 0 has tools, and the chat template does not show them"):
+        sb.generate(talking, {"messages": CHAT, "tools": [{"name": "a"}]}, sb.greedy(), max_new_tokens=1)
+
+
+@pytest.mark.parametrize("message", [{"role": "user", "content": None}, {"role": "user", "text": "hi"}], ids=str)
+def test_a_message_without_content_is_named(talking, message):
+    talking.tokenizer.chat_template = TEMPLATE
+    with pytest.raises(BadPrompt, match=r"prompt 0: messages\[1\] has no content, only role"):
+        sb.generate(talking, [{"role": "user", "content": "abc"}, message], sb.greedy(), max_new_tokens=1)
+
+
 def test_messages_need_a_template_and_a_template_may_refuse_them(pair, translator):
     with pytest.raises(
         BadPrompt, match=r"prompt 0 has messages, and the tokenizer of this pair has no chat template; give a text"

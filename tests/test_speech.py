@@ -265,6 +265,14 @@ def test_audio_that_is_not_mono_or_not_16_khz_is_made_so(ears):
     assert mono == both
     (slow,) = sb.transcribe(ears, resampled(sound, RATE, 8_000), sb.greedy(), rate=8_000, **options)
     assert slow.duration == mono.duration
+    row = {"array": resampled(sound, RATE, 8_000), "sampling_rate": 8_000, "path": None}
+    assert np.array_equal(read_audio(row), read_audio(row["array"], 8_000.0))
+    for given, rate, said in (
+        (row, 16_000, "rate is 16000, and the audio's sampling_rate is 8000"),
+        ({"raw": sound}, None, "the audio is a mapping of raw; it needs 'array' and 'sampling_rate'"),
+    ):
+        with pytest.raises(errors.BadAudio, match=said):
+            read_audio(given, rate)
 
 
 @pytest.mark.parametrize(

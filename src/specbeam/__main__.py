@@ -1,5 +1,5 @@
 """The command line as `python -m specbeam`, for environments without its script on the path."""
 
-from specbeam.doors.cli.main import main
+from specbeam.doors.cli.main import program
 
-main()
+program()

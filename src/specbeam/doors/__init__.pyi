@@ -4,6 +4,7 @@ from specbeam.core.names import hint as hint
 from specbeam.core.names import nearest as nearest
 from specbeam.doors.chats import BUNDLED_TEMPLATE as BUNDLED_TEMPLATE
 from specbeam.doors.chats import prompt_of_messages as prompt_of_messages
+from specbeam.doors.chats import shows_tools as shows_tools
 from specbeam.doors.chats import text_of_messages as text_of_messages
 from specbeam.doors.chats import tokens_of_chat as tokens_of_chat
 from specbeam.doors.energy import EnergyMeter as EnergyMeter

@@ -14,6 +14,15 @@ BUNDLED_TEMPLATE = (
 )
 
 
+def shows_tools(template: Any) -> bool:
+    """Return whether a chat template reads the tools of a request.
+
+    Args:
+        template: the template, or several by name.
+    """
+    return "tools" in str(template)
+
+
 def prompt_of_messages(
     tokenizer: Any,
     template: str | None,
@@ -103,9 +112,12 @@ def without_warning(tokenizer: Any, text: str) -> dict[str, bool]:
 def _with_arguments(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return a message with the arguments of tool calls as objects; clients send them as JSON texts.
 
-    Raises `BadPrompt` for anything but JSON objects, which templates would show incorrectly.
+    Raises `BadPrompt` for anything but JSON objects, which templates would show incorrectly, and for messages to the model
+    without content.
     """
     found = dict(message)
+    if found.get("content") is None and found.get("role") != "assistant":
+        raise BadPrompt(f"messages[{number}] has no content, only {', '.join(found)}; give its text as 'content'")
     calls = found.get("tool_calls")
     if isinstance(calls, list):
         where = f"messages[{number}].tool_calls"

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding
 
-from specbeam.doors.chats import prompt_of_messages, without_warning
+from specbeam.doors.chats import prompt_of_messages, shows_tools, without_warning
 from specbeam.errors import BadPrompt
 
 TAKEN = "a text, a list of token ids, the messages of a chat, or the output of a tokenizer"
@@ -193,6 +193,8 @@ class PromptReader:
             if self.tokenizer is not None:
                 lacks = "the tokenizer of this pair has no chat template"
             raise BadPrompt(f"{name} has messages, and {lacks}; give a text or token ids")
+        if chat.tools and not shows_tools(self.tokenizer.chat_template):
+            raise BadPrompt(f"{name} has tools, and the chat template does not show them to the model; leave them out")
         goes_on = bool(chat.messages) and chat.messages[-1]["role"] == "assistant"
         try:
             return prompt_of_messages(self.tokenizer, None, chat.messages, chat.tools, goes_on)

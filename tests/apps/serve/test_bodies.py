@@ -293,6 +293,7 @@ def test_a_configuration_says_what_is_wrong(tmp_path):
     for text, match in [
         ("prot: 1", "unknown settings: prot"), ("port: x", "port is 'x'"), ("max_running: 0", "at least 1"), ("max_beams: true", "max_beams is True"),
         ("- 1", "holds a list"), ("a: [", "could not read"), ("queue_timeout: 0", "more than 0"),
+        ("max_beams: 3\nmax-beams: 4", "gives max_beams twice"),
     ]:  # fmt: skip
         file.write_text(text)
         with refused(match):

@@ -80,6 +80,7 @@ OTHERS = {
     "serve, a key for nothing": [["--no-auth", "--api-key", "k"], "no_auth is for a server without API keys"],
     "serve, hosts": [["--host", "0.0.0.0", "--no-auth", "--allowed-host", "x"], "allowed_hosts is for a host of this"],
     "serve, shared cache": [["--prefix-cache-shared"], "prefix_cache_shared needs API keys and a prefix cache"],
+    "serve, a default that is not offered": [["--methods", "greedy"], "requests without a method get dsbd, and methods is"],
     "serve, memory": [["--kv-gb", "nan"], "kv_gb is nan; it must not be negative"],
     "serve, grammar": [["--max-grammar", "-1"], "max_grammar is -1; it must not be negative"],
     "serve, template": [["--chat-template", "missing"], "there is no file missing"],

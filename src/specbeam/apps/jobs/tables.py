@@ -84,29 +84,30 @@ def _undamaged(path: Path, rows: Iterator[TableRow]) -> Iterator[TableRow]:
 
 def _read_jsonl(path: Path) -> Iterator[TableRow]:
     with OPENERS.get(path.suffix, open)(path, "rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 found = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:  # also for bytes that are not UTF-8
-                yield TableRow(None, f"the line is not JSON: {error}")
+                why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                yield TableRow(None, f"line {number} is not JSON: {why}")
                 continue
             if isinstance(found, str):
                 found = {"prompt": found}
             if isinstance(found, dict):
                 yield TableRow(found)
             else:
-                yield TableRow(None, f"the line is {str(found)[:60]!r}; it must be an object")
+                yield TableRow(None, f"line {number} is {str(found)[:60]!r}; it must be an object")
 
 
 def _read_text(path: Path) -> Iterator[TableRow]:
     with OPENERS.get(path.suffix, open)(path, "rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             try:
                 yield TableRow({"prompt": line.decode("utf-8-sig").rstrip("\r\n")})
             except UnicodeDecodeError:
-                yield TableRow(None, "the line is not UTF-8; save the file as UTF-8")
+                yield TableRow(None, f"line {number} is not UTF-8; save the file as UTF-8")
 
 
 def _read_csv(path: Path) -> Iterator[TableRow]:

@@ -287,11 +287,16 @@ def _read_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
+        tree = yaml.compose(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise MissingFile(f"could not read the configuration {path}: {error}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise BadSetting(f"{path} holds a {type(values).__name__}; it must map names to values, like 'port: 8000'")
+    names = [str(key.value).replace("-", "_") for key, _ in tree.value]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise BadSetting(f"{path} gives {', '.join(twice)} twice; leave one out")
     return {str(name).replace("-", "_"): value for name, value in values.items()}

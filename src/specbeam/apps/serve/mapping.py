@@ -23,7 +23,7 @@ from specbeam.apps.serve.protocol import (
     StructuredOutputs,
 )
 from specbeam.apps.serve.refusals import Refusal, invalid, refusal_of, shown
-from specbeam.apps.serve.tools import ANY_OBJECT, ToolUse, plain_tool, schema_of_call, shows_tools, tool_use_of
+from specbeam.apps.serve.tools import ANY_OBJECT, ToolUse, plain_tool, schema_of_call, tool_use_of
 from specbeam.doors import (
     OPTIONS,
     PromptReader,
@@ -31,6 +31,7 @@ from specbeam.doors import (
     hears,
     hint,
     prompts_in,
+    shows_tools,
     text_of_messages,
     tokens_of_chat,
     usual_method,
@@ -366,7 +367,9 @@ def _message(message: Message, template: Any) -> dict[str, Any]:
     if isinstance(content, list):
         content = "".join(part.text for part in content)
     is_unknown = message.role == "developer" and "developer" not in str(template)
-    given = {"role": "system" if is_unknown else message.role, "content": content or ""}
+    given = {"role": "system" if is_unknown else message.role, "content": content}
+    if message.role == "assistant":
+        given["content"] = content or ""
     for name in ("name", "tool_calls", "tool_call_id"):
         value = getattr(message, name)
         if value:
@@ -475,8 +478,12 @@ def refuse_loose(further: Mapping[str, Any]) -> None:
     """Raise `Refusal` if settings of a method are given without the method."""
     if further:
         near = hint(min(further), SpecbeamOptions.model_fields)
+        of_methods = {name for make in RECIPE_OF.values() for name in inspect.signature(make).parameters}
+        advice = "settings of a method need the method in specbeam.method"
+        if not set(further) <= of_methods:
+            advice = f"the fields are {', '.join(SpecbeamOptions.model_fields)}, and settings of the method"
         raise invalid(
-            f"specbeam has {', '.join(sorted(further))}{near}; settings of a method need the method in specbeam.method",
+            f"specbeam has {', '.join(sorted(further))}{near}; {advice}",
             "specbeam",
             "unknown_field",
         )

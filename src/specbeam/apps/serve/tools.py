@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from specbeam.apps.serve.protocol import ChatBody
 from specbeam.apps.serve.refusals import invalid, shown
-from specbeam.doors import as_json
+from specbeam.doors import as_json, shows_tools
 from specbeam.errors import SpecbeamError
 
 ANY_OBJECT = {"type": "object"}  # the schema of every JSON object
@@ -87,11 +87,6 @@ def tool_use_of(body: ChatBody, template: Any) -> ToolUse | None:
             "tool_choice",
         )
     return ToolUse(chosen, "auto", is_mistral)
-
-
-def shows_tools(template: Any) -> bool:
-    """Return whether a chat template reads the tools of a request."""
-    return "tools" in str(template)
 
 
 def _choice_of(choice: Any, names: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:

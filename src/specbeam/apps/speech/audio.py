@@ -1,15 +1,15 @@
 """Audio from files and arrays, as one channel of 16 kHz. PyAV decodes files, soxr resamples."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
 
-from specbeam.doors import is_integer
 from specbeam.errors import BadAudio, MissingFile, MissingPackage
 
 RATE = 16_000  # samples per second of the input of speech models
@@ -36,12 +36,13 @@ _UNKNOWN_BYTES = 0x7FFFF000  # size in the header of a WAV file that was written
 Samples = Float32[np.ndarray, " _"]
 
 
-def read_audio(audio: Any, rate: int | None = None) -> Samples:
+def read_audio(audio: Any, rate: float | None = None) -> Samples:
     """Return audio as one channel of 16 kHz.
 
     Args:
         audio: a file in a format that FFmpeg reads (WAV, FLAC, MP3, OGG, M4A, MP4, WebM, ...), or samples in [-1, 1]:
-            [samples], or [samples, channels], which are averaged.
+            [samples], or [samples, channels], which are averaged; or both as {"array": ..., "sampling_rate": ...}, as
+            in a row of datasets.
         rate: samples per second of an array; None: 16,000.
 
     Raises:
@@ -52,8 +53,10 @@ def read_audio(audio: Any, rate: int | None = None) -> Samples:
     if isinstance(audio, (str, Path)):
         with _file(Path(audio)) as file:
             return _read(file, str(audio))
+    if isinstance(audio, Mapping):
+        audio, rate = _array_and_rate(audio, rate)
     found = RATE if rate is None else rate
-    if not is_integer(found) or found < 1:
+    if isinstance(found, bool) or not isinstance(found, Real) or found < 1 or found != int(found):
         raise BadAudio(f"rate is {found!r}; it must be a number of samples per second, an integer of at least 1")
     mono = _one_channel(_array(audio), "the audio")
     _check_length(len(mono), int(found), "the audio")
@@ -298,6 +301,16 @@ def _ends_within_a_page(file: io.BufferedIOBase) -> bool:
         return True
     segments = page[26]
     return len(page) < 27 + segments + sum(page[27 : 27 + segments])
+
+
+def _array_and_rate(audio: Mapping[str, Any], rate: float | None) -> tuple[Any, int]:
+    """Return the samples and their rate. Raises `BadAudio` if one of them is missing, or there are two rates."""
+    if not {"array", "sampling_rate"} <= set(audio):
+        raise BadAudio(f"the audio is a mapping of {', '.join(map(str, audio))}; it needs 'array' and 'sampling_rate'")
+    found = audio["sampling_rate"]
+    if rate is not None and rate != found:
+        raise BadAudio(f"rate is {rate}, and the audio's sampling_rate is {found}; give one of them")
+    return audio["array"], found
 
 
 def _array(audio: Any) -> np.ndarray:

@@ -172,7 +172,7 @@ def transcribe(
     audio: Any,
     method: Method | str | None = None,
     *,
-    rate: int | None = None,
+    rate: float | None = None,
     language: str | None = None,
     task: str | None = None,
     prompt: str | None = None,

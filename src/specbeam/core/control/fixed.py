@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from specbeam.core.control.planning import Plan, plan_of_shape
+from specbeam.core.errors import BadSetting
 from specbeam.core.records import Shape, Turn
 from specbeam.core.session import Session
 
@@ -18,6 +21,12 @@ class FixedShape:
     depth: int
     width: int
     beyond: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "width"):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or value < 0:
+                raise BadSetting(f"{name} is {value!r}; it must be an integer of at least 0")
 
     @property
     def largest(self) -> Shape:

@@ -108,6 +108,11 @@ def batch(given: BatchArguments) -> int:
         retry = (
             "; its column error has them, and --resume --retry-failed decodes these rows again" if shown.failed else ""
         )
-        before = " was finished before, perhaps by another method; nothing was decoded" if shown.was_finished else ""
+        before = ""
+        if shown.was_finished:
+            before = (
+                " was finished before, perhaps by another method or from other prompts; nothing was decoded: delete it to "
+                "decode anew"
+            )
         print(f"{given.out}{before}: {counted(shown.rows, 'row')}, {shown.failed} of them with an error{retry}")
     return int(shown.failed > 0)

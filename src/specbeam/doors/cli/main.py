@@ -1,7 +1,9 @@
 """The command line. Each command is a file that reads arguments, calls one public function and prints the result."""
 
+import atexit
 import logging
 import os
+import signal
 import sys
 import warnings
 from contextlib import suppress
@@ -48,6 +50,7 @@ from specbeam.doors.plain import for_terminal
 from specbeam.errors import BadPrompt, SpecbeamError
 
 HELP = {"--help", "-h"}
+INTERRUPTED = 130  # the exit code that shells give a program that SIGINT ended
 OF_ALL = ("--verbose", "-v", "--quiet", "-q", "--version")  # options before the command
 
 
@@ -207,7 +210,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except (KeyboardInterrupt, Interrupted):
-        _end("interrupted", 130)
+        _end("interrupted", INTERRUPTED)
     except (BrokenPipeError, ClosedPipe):
         _end("", 141)
     except UnicodeEncodeError as error:
@@ -220,6 +223,25 @@ def main() -> None:
         _end(_sentence_of(error), 2)
     except SpecbeamError as error:
         _end(str(error), 2)
+
+
+def program() -> None:
+    """Run the command line as a program. An interrupt ends it by its signal, so that a shell ends a loop around it, too."""
+    interrupts: list[int] = []
+    atexit.register(_end_by, interrupts)  # registered first, so it is called last
+    try:
+        main()
+    except SystemExit as end:
+        if end.code == INTERRUPTED and os.name == "posix":
+            interrupts.append(signal.SIGINT)
+        raise
+
+
+def _end_by(signals: list[int]) -> None:
+    """End this process by the signal in the list, if there is one."""
+    for number in signals:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def _sentence_of(error: OSError) -> str:

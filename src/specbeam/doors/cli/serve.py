@@ -13,7 +13,7 @@ from specbeam.doors.method_names import setting_names, usual_name
 from specbeam.doors.model_files import check_model, require_place_of_model
 from specbeam.doors.places import require_file
 from specbeam.engines.choices import check_is_model, check_kv, check_rounding, check_what_runs
-from specbeam.errors import MissingPackage
+from specbeam.errors import BadSetting, MissingPackage
 
 if TYPE_CHECKING:
     from specbeam.apps.serve.config import ServerConfig
@@ -62,7 +62,13 @@ def _serve(given: ServeArguments) -> int:
             setting_names(name)
     if config.method != "auto":
         has_draft = config.draft is not None or config.model == "bundled"
-        method_from(config.method or usual_name(has_draft), config.settings)
+        default = config.method or usual_name(has_draft)
+        if config.methods and default not in config.methods:
+            offered = ", ".join(config.methods)
+            raise BadSetting(
+                f"requests without a method get {default}, and methods is {offered}; give --method one of these"
+            )
+        method_from(default, config.settings)
     from specbeam.apps.serve.run import serve as serve_until_ended
 
     return serve_until_ended(config)
