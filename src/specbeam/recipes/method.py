@@ -123,8 +123,10 @@ class Method:
         for name, (part, kind) in new_parts.items():
             if part is not None and not is_part(part, kind):
                 if isinstance(part, str):
-                    raise BadSetting(f"{name} is {part!r}; names are for sb.dsbd and sb.speculative_beam_search")
-                raise BadSetting(f"{name} is no part: {lacking(part, kind)}")
+                    raise BadSetting(
+                        f"{name} is {part!r}; it must be a part; names are for sb.dsbd and sb.speculative_beam_search"
+                    )
+                raise BadSetting(f"{name} must be a part: {lacking(part, kind)}")
         if rule is not None:
             self._check_beams(rule)
         if law is None:
