@@ -562,7 +562,7 @@ def test_a_drafter_without_a_hash_is_refused(pair):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda forest: None, r"the drafter Strange returned \[NoneType\]; expected 1 times a Forest"),
+        (lambda forest: None, r"the drafter Strange returned \[None\]; expected 1 Forest"),
         (lambda forest: forest.grown([61], [0]), r"returned tokens \[61\], but the target's vocabulary is 0 to 60"),
         (lambda forest: forest.grown([-3], [0]), r"returned tokens \[-3\]"),
     ],

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from specbeam.core.errors import BadForest
+from specbeam.core.errors import BadForest, BrokenPart
 from specbeam.core.ranked import NO_ROWS, Ranked, copy_row, room_for_rows, rows_between, whole_rows, with_logits
 from specbeam.core.steps import Array, step
 
@@ -536,13 +536,13 @@ def turn_rows(fresh: Ranked, nodes: int, known: KnownRows) -> TurnRows:
 
 
 def check_rows_of(forest: Forest, scored: Array) -> None:
-    """Raise `BadForest` unless there is a row for each node that is not known, which has an entry for each of its tokens.
+    """Raise `BrokenPart` unless there is a row for each node that is not known, with an entry for each token of the forest.
 
     A user's rule may hand a rule of ours other rows than it was given.
     """
     fresh = forest.size - len(forest.known.nodes)
     if len(scored) != fresh or scored.shape[1] <= forest.tokens.max():
-        raise BadForest(
+        raise BrokenPart(
             f"a rule was given logits of shape {[*scored.shape]}; expected a row for each of the {fresh} new nodes, with an "
             "entry for each token of the vocabulary"
         )

@@ -137,12 +137,14 @@ def is_part(value: object, kind: type) -> bool:
 
 
 def lacking(value: object, kind: type) -> str:
-    """Return what keeps a value from being a part of this kind, for messages."""
+    """Return what is given in place of a part of this kind, and what it lacks, for messages; for a text, the text."""
+    if isinstance(value, str):
+        return repr(value)
     if isinstance(value, type):
-        return f"{value.__name__} is a class; give an object, such as {value.__name__}()"
+        return f"no part: {value.__name__} is a class; give an object, such as {value.__name__}()"
     methods = [name for name in vars(kind) if not name.startswith("_")]
     missing = [name for name in methods if not callable(getattr(value, name, None))]
-    return f"{value!r} has no {' and no '.join(missing)} (docs/write_a_method.md)"
+    return f"no part: {value!r} has no {' and no '.join(missing)} (docs/write_a_method.md)"
 
 
 def law_of(rule: Rule) -> str:
@@ -169,7 +171,7 @@ class Parts:
     def __post_init__(self) -> None:
         for part, kind in ((self.drafter, Drafter), (self.rule, Rule), (self.controller, Controller)):
             if not is_part(part, kind):
-                raise BadSetting(f"a {kind.__name__.lower()} is wrong: {lacking(part, kind)}")
+                raise BadSetting(f"the {kind.__name__.lower()} is {lacking(part, kind)}")
         if type(self.drafter).__hash__ is None:
             raise BadSetting(f"{type(self.drafter).__name__} has no hash, and sessions are grouped by their drafters: "
                              "make it a @dataclass(frozen=True) or @dataclass(eq=False)")  # fmt: skip

@@ -96,8 +96,7 @@ def rule_of(choice: "RuleName | Rule", drafts: DraftKind) -> Rule:
     """
     rules: dict[str, Rule] = {"path": PathRule(), "traversal": TraversalRule(), "match": MatchRule()}
     if choice not in rules if isinstance(choice, str) else not is_part(choice, Rule):
-        why = repr(choice) if isinstance(choice, str) else f"no part: {lacking(choice, Rule)}"
-        raise BadSetting(f"rule is {why}; it must be one of {', '.join(rules)}, or a part")
+        raise BadSetting(f"rule is {lacking(choice, Rule)}; it must be one of {', '.join(rules)}, or a part")
     rule = rules[choice] if isinstance(choice, str) else choice
     if drafts.no_law_reason and getattr(rule, "tries", False):
         name = repr(choice) if isinstance(choice, str) else type(choice).__name__
@@ -149,8 +148,8 @@ def controller_maker(
         "calibration_ts": Thompson(mode="step", calibrated=True, persistent=False, most=depth, width=width),
     }
     if choice not in controllers if isinstance(choice, str) else not is_part(choice, Controller):
-        why = repr(choice) if isinstance(choice, str) else f"no part: {lacking(choice, Controller)}"
-        raise BadSetting(f"controller is {why}; it must be one of {', '.join(controllers)}, or a part")
+        wrong = lacking(choice, Controller)
+        raise BadSetting(f"controller is {wrong}; it must be one of {', '.join(controllers)}, or a part")
     part = controllers[choice] if isinstance(choice, str) else _with_width(choice, width)
     _check_controller(choice, part, drafts)
     budget = width if drafts.has_node_budget else None

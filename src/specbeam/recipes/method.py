@@ -122,11 +122,8 @@ class Method:
         new_parts = {"drafter": (drafter, Drafter), "rule": (rule, Rule), "controller": (controller, Controller)}
         for name, (part, kind) in new_parts.items():
             if part is not None and not is_part(part, kind):
-                if isinstance(part, str):
-                    raise BadSetting(
-                        f"{name} is {part!r}; it must be a part; names are for sb.dsbd and sb.speculative_beam_search"
-                    )
-                raise BadSetting(f"{name} must be a part: {lacking(part, kind)}")
+                of_search = "; names are for sb.dsbd and sb.speculative_beam_search" if isinstance(part, str) else ""
+                raise BadSetting(f"{name} is {lacking(part, kind)}; it must be a part{of_search}")
         if rule is not None:
             self._check_beams(rule)
         if law is None:

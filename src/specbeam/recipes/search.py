@@ -147,7 +147,7 @@ def _drafter_maker(
     if not isinstance(drafter, str):
         if not is_part(drafter, Drafter):
             names = ", ".join(get_args(DrafterName))
-            raise BadSetting(f"drafter is no part: {lacking(drafter, Drafter)}; it must be one of {names}, or a part")
+            raise BadSetting(f"drafter is {lacking(drafter, Drafter)}; it must be one of {names}, or a part")
         return lambda target, draft: drafter
     one_of("drafter", drafter, get_args(DrafterName))
     tables: dict[int, Successors] = {}  # by vocabulary size

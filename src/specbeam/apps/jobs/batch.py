@@ -33,10 +33,10 @@ def batch(
     """Decode each row of a table, and write the answers to another table, in the order of the rows.
 
     Until the job is done, answers are kept in a journal named `out` + ".job". A killed process loses the rows in progress,
-    and the answers of the last `COMMIT_S` seconds and one step. With `resume` the next process continues the job; its texts
-    equal those of an undisturbed job, because the seed of a row depends only on the job's seed and the row's id. Added
-    rows are decoded, too, as are failed rows that were changed. The journal of a finished job is kept if rows failed, so
-    that they can be decoded again.
+    and the answers of the last `COMMIT_S` seconds and one step. With `resume` the next process continues the job and
+    writes the same texts as a job that nobody killed, because a row's seed depends only on the job's seed and the row's
+    id. It also decodes rows that were added, and failed rows that were changed. The journal of a finished job stays if
+    rows failed, so that they can be decoded again.
 
     Args:
         make_work: loads the models; called after the rows were read once, if there are rows to decode.

@@ -303,7 +303,7 @@ def _ends_within_a_page(file: io.BufferedIOBase) -> bool:
     return len(page) < 27 + segments + sum(page[27 : 27 + segments])
 
 
-def _array_and_rate(audio: Mapping[str, Any], rate: float | None) -> tuple[Any, int]:
+def _array_and_rate(audio: Mapping[str, Any], rate: float | None) -> tuple[Any, Any]:
     """Return the samples and their rate. Raises `BadAudio` if one of them is missing, or there are two rates."""
     if not {"array", "sampling_rate"} <= set(audio):
         raise BadAudio(f"the audio is a mapping of {', '.join(map(str, audio))}; it needs 'array' and 'sampling_rate'")

@@ -1,5 +1,6 @@
 """DRAFT: drafts for all live sessions. Sessions that share a drafter are drafted together."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from specbeam.core.errors import BrokenPart, naming, warn
@@ -19,12 +20,13 @@ def drafted(sessions: list[Session], shapes: list[Shape], vocab: int) -> list[Fo
     shape_of = dict(zip(sessions, shapes, strict=True))
     for drafter in dict.fromkeys(session.parts.drafter for session in sessions):
         batch = [session for session in sessions if session.parts.drafter == drafter and _is_ready(session)]
-        with failing_together(batch, "draft: "), naming(drafter, "draft"):
-            drafts = drafter.draft(batch, [shape_of[session] for session in batch])
-            if len(drafts) != len(batch) or not all(isinstance(forest, Forest) for forest in drafts):
-                found = ", ".join(type(forest).__name__ for forest in drafts)
+        with failing_together(batch, "draft: "):
+            with naming(drafter, "draft"):
+                drafts = drafter.draft(batch, [shape_of[session] for session in batch])
+            is_list = isinstance(drafts, Sequence) and len(drafts) == len(batch)
+            if not is_list or not all(isinstance(forest, Forest) for forest in drafts):
                 raise BrokenPart(
-                    f"the drafter {type(drafter).__name__} returned [{found}]; expected {len(batch)} times a Forest"
+                    f"the drafter {type(drafter).__name__} returned {str(drafts)[:80]}; expected {len(batch)} Forest"
                 )
             for session, forest in zip(batch, drafts, strict=True):
                 with session.failing_alone("draft: "):

@@ -27,7 +27,7 @@ def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
     """Return a chain of guesses under each live beam, cut before the first end token or banned token.
 
     Guesses that are already nodes, kept from earlier turns, get no second node. Raises `BadForest` unless there is a list
-    for each live beam, empty if there is no guess; several chains under a beam are a tree (`draft.TreeDrafter`).
+    for each live beam, empty if there is no guess; several chains under a beam are a tree (`Forest.grown`).
     """
     beams = session.beams.size
     if len(guesses) != beams:

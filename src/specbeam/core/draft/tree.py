@@ -6,6 +6,7 @@ nodes: with several live beams a tree grows under each, and likelier beams get a
 
 import itertools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from numbers import Integral
@@ -612,10 +613,10 @@ def _drawn(children: Any, q: Any, count: int, dice: Dice) -> list[Draws]:
     """Return the draws of a user's `Children`. Raises `BadForest` if they do not fit the law, `BrokenPart` for errors."""
     size = len(q)
     with naming(children, "draw"):
-        family: list[Draws] = [*children.draw(q, count, dice)]
+        family: list[Draws] = children.draw(q, count, dice)
+    if not isinstance(family, Sequence) or not all(isinstance(group, Draws) for group in family):
+        raise BadForest(f"{type(children).__name__}.draw returned {str(family)[:80]}; expected a list of Draws")
     for group in family:
-        if not isinstance(group, Draws):
-            raise BadForest(f"{type(children).__name__}.draw returned {[group]}; expected a list of Draws")
         of_law = size if group.law is None else len(group.law)
         if of_law != size or not all(isinstance(token, Integral) and 0 <= token < size for token in group.tokens):
             raise BadForest(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specbeam.apps.jobs.tables import require_place_of_table, require_table
-from specbeam.doors.cli.common import ProgressBar, complain, follow_rank_0, method_for, print_json
+from specbeam.doors.cli.common import INTERRUPTED, ProgressBar, complain, follow_rank_0, method_for, print_json
 from specbeam.doors.cli.options import DecodingArguments, Json, checked
 from specbeam.doors.options.table import OPTIONS
 from specbeam.errors import NotSupported, counted
@@ -99,7 +99,7 @@ def batch(given: BatchArguments) -> int:
             )
         except KeyboardInterrupt:
             complain(f"interrupted; {shown.done} of {counted(shown.rows, 'row')} saved: continue with --resume")
-            return 130
+            return INTERRUPTED
     if given.json:
         print_json(
             {"rows": shown.rows, "failed": shown.failed, "was_finished": shown.was_finished, "out": str(given.out)}

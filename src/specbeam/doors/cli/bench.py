@@ -100,14 +100,15 @@ def efficiency(given: EfficiencyArguments) -> int:
 
     with working("measuring all shapes of all methods"):
         cells = measure(pair, reported, choosing, given.budget, given.seed, on_progress, **given.options)
+    origin = provenance()
     if given.json:
-        print_records(cells, provenance=provenance())
+        print_records(cells, provenance=origin)
     else:
         print_report(as_markdown(cells))
         print(
             "\nTokens per target pass, their 95 % interval by bootstrap over prompts, and a shape chosen on other prompts."
         )
-        print(in_one_line(provenance()))
+        print(in_one_line(origin))
     if given.plot is not None:
         plot(cells, given.plot)
     return 0

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from specbeam.models.pair import Pair
     from specbeam.recipes.method import Method
 
+INTERRUPTED = 130  # the exit code that shells give a program that SIGINT ended
+
 
 def quiet_load(model: str, draft: str | None, *, sources: bool = False, hears: bool = False, **options: Any) -> "Pair":
     """Load a pair with `specbeam.load`, without transformers' progress bars and messages.

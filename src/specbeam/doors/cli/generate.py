@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specbeam.doors.cli.common import ProgressBar, as_json, complain, follow_rank_0, method_for, require_text, say
+from specbeam.doors.cli.common import (
+    INTERRUPTED,
+    ProgressBar,
+    as_json,
+    complain,
+    follow_rank_0,
+    method_for,
+    require_text,
+    say,
+)
 from specbeam.doors.cli.options import DecodingArguments, Json, PromptArguments
 from specbeam.doors.model_files import require_tokenizer
 from specbeam.doors.places import suffix_of
@@ -167,7 +176,7 @@ def generate(given: GenerateArguments) -> int:
             complain(
                 f"interrupted; finished answers are written ({len(writer.done)} of {counted(len(sources), 'prompt')})"
             )
-            return 130
+            return INTERRUPTED
         except SpecbeamError:  # the writer has reported the failures of a SomeFailed
             if not writer.failed:
                 raise

@@ -31,7 +31,7 @@ from specbeam.doors.cli.batch import batch
 from specbeam.doors.cli.bench import acceptance, efficiency
 from specbeam.doors.cli.best import best
 from specbeam.doors.cli.chat import chat
-from specbeam.doors.cli.common import complain
+from specbeam.doors.cli.common import INTERRUPTED, complain
 from specbeam.doors.cli.defaults import place_of_defaults, read_defaults
 from specbeam.doors.cli.demo import demo
 from specbeam.doors.cli.diff import diff
@@ -50,7 +50,6 @@ from specbeam.doors.plain import for_terminal
 from specbeam.errors import BadPrompt, SpecbeamError
 
 HELP = {"--help", "-h"}
-INTERRUPTED = 130  # the exit code that shells give a program that SIGINT ended
 OF_ALL = ("--verbose", "-v", "--quiet", "-q", "--version")  # options before the command
 
 
