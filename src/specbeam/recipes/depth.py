@@ -270,8 +270,8 @@ def _host_cost(target: LM | None, draft: LM, width: int, drafter: DrafterOf, rul
         and draft.supports_runs
         and _have_compiled_form(drafter(draft), rule)
     )
-    key = [repr(rule), repr(drafter(ANY_MODEL)), width, in_loops]
-    return host_cost(target.vocab, parts, key, (target, draft) if in_loops else None)
+    key = [repr(rule), repr(drafter(ANY_MODEL)), in_loops]
+    return host_cost(target.vocab, parts, width, key, (target, draft) if in_loops else None)
 
 
 def _have_compiled_form(drafter: Drafter, rule: Rule) -> bool:

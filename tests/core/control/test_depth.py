@@ -149,15 +149,29 @@ def test_the_host_is_timed_around_models_that_cost_nothing(rule, tmp_path, monke
     def parts(lm, depth):
         return Parts(BeamDrafter(lm, 2, search=search), rule, Watched(lm, depth), "")
 
-    found = host_cost(40, parts, ["a rule", 2])
+    found = host_cost(40, parts, 2, ["a rule"])
     assert found.seconds(3, 4) > 0
     assert np.mean(turns[True]) > DEEP - 0.5  # a truncation over core and halo may cut what one over the core keeps
     assert np.mean(turns[False]) < 1
     turns[True].clear()
-    assert host_cost(40, parts, ["a rule", 2]) == found  # from memory
+    assert host_cost(40, parts, 2, ["a rule"]) == found  # from memory
     monkeypatch.setattr("specbeam.recipes.tuning.costs._HOST", {})
-    assert host_cost(40, parts, ["a rule", 2]) == found  # from disk
+    assert host_cost(40, parts, 2, ["a rule"]) == found  # from disk
     assert not turns[True]
+
+
+def test_wide_layers_are_timed_in_fewer_turns(monkeypatch):
+    """Twelve turns of a thousand beams took more than a minute before the first text."""
+    timed = []
+
+    def measured(vocab, parts, turns):
+        timed.append(turns)
+        return HostCost()
+
+    monkeypatch.setattr("specbeam.recipes.tuning.costs.measure_host", measured)
+    for width in (1, 6, 100, 4000):
+        host_cost(40, lambda lm, depth: None, width, ["of this width"])
+    assert timed == [12, 12, 3, 1]
 
 
 def test_costs_are_told_apart(monkeypatch):

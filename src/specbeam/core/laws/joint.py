@@ -11,9 +11,10 @@ from specbeam.core.laws.ranking import (
     Truncation,
     ascending,
     cuts,
-    insert,
+    hold,
     kept_of_rows,
     pairs_of_best_value,
+    rank_held,
     rank_pairs,
     sorted_places,
     token_in,
@@ -410,7 +411,7 @@ def drawn_pairs(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[A
         keys: uint64[beams]; empty for no noise.
         among: bool[beams], the participating beams.
     """
-    if len(keys) == 0:
+    if len(keys) == 0 or count == 0:
         return best_by_value(law, keys, among, count)
     tops = log_masses(law)
     beams = len(tops)
@@ -422,16 +423,17 @@ def drawn_pairs(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[A
     held = 0
     unlisted = -np.inf
     for beam in sorted_places(tops):
-        if not among[beam] or (held == count and tops[beam] < values[count - 1]):
+        if not among[beam] or (held == count and tops[beam] < values[0]):
             continue
         here = slice(beam, beam + 1)
         own_pairs, own_values, bound = best_and_bound(law_of_beam(law, beam), keys[here], among[here], count)
         for place in range(len(own_pairs)):
             value = with_largest(own_values[place], own_values[0], tops[beam])
-            held = insert(values, pairs, held, value, beam * columns + own_pairs[place])
+            held = hold(values, pairs, held, value, beam * columns + own_pairs[place])
         if bound > -np.inf:
             is_below = len(own_values) > 0 and bound < own_values[0]
             unlisted = max(unlisted, with_largest(bound, own_values[0], tops[beam]) if is_below else np.inf)
+    rank_held(values, pairs, held)
     note_undecided(law, values[:held], count, unlisted)
     return pairs[:held], values[:held]
 

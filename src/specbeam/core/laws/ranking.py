@@ -14,9 +14,6 @@ from specbeam.core.noise import bound_noise, gumbel
 from specbeam.core.steps import BLOCK, Array, step
 
 CHUNK = 4096  # number of tokens whose noise is bounded at a time, so that buffers stay in the nearest cache
-BUCKETS = 4096  # number of buckets of values, by the distance to the largest value
-BUCKETS_PER_NAT = 64
-INSERTED = 512  # maximum length of rankings made by insertion; longer ones sort the top buckets
 FIRST_LOOK = 64  # number of pairs in the first ranking without a top-k
 GROWTH = 8  # growth factor of each further ranking
 WHOLE_ROWS = np.zeros((0, 0), dtype=np.int64)  # in place of the tokens of lists: the place in a row is the token
@@ -40,25 +37,62 @@ def value_of(
 
 
 @step
-def insert(values: Array, pairs: Array, held: int, value: float, pair: int) -> int:
-    """Insert a pair into a list of `held` pairs, sorted by descending value, then by pair. Returns the new number of pairs.
+def comes_before(value: float, pair: int, other_value: float, other_pair: int) -> bool:
+    """Return whether a pair comes before another in a ranking: by descending value, then by pair."""
+    return value > other_value or (value == other_value and pair < other_pair)
 
-    A full list drops its last pair, or the new one if it comes last.
+
+@step
+def hold(values: Array, pairs: Array, held: int, value: float, pair: int) -> int:
+    """Put a pair on a heap of the `held` best pairs so far, whose root comes last. Returns the new number of pairs.
+
+    A full heap, of as many pairs as `values` has room for, drops the pair that comes last.
     """
-    place = held
     if held == len(values):
-        place -= 1
-        if value < values[place] or (value == values[place] and pair > pairs[place]):
-            return held
-    else:
-        held += 1
-    while place > 0 and (values[place - 1] < value or (values[place - 1] == value and pairs[place - 1] > pair)):
-        values[place] = values[place - 1]
-        pairs[place] = pairs[place - 1]
-        place -= 1
+        if held > 0 and comes_before(value, pair, values[0], pairs[0]):
+            _replace_last(values, pairs, held, value, pair)
+        return held
+    place = held
+    while place > 0:
+        parent = (place - 1) // 2
+        if not comes_before(values[parent], pairs[parent], value, pair):
+            break
+        values[place] = values[parent]
+        pairs[place] = pairs[parent]
+        place = parent
     values[place] = value
     pairs[place] = pair
-    return held
+    return held + 1
+
+
+@step
+def _replace_last(values: Array, pairs: Array, held: int, value: float, pair: int) -> None:
+    """Replace the root of a heap of `held` pairs, the pair that comes last; see `hold`."""
+    place = 0
+    child = 1
+    while child < held:
+        other = child + 1
+        if other < held and comes_before(values[child], pairs[child], values[other], pairs[other]):
+            child = other
+        if comes_before(values[child], pairs[child], value, pair):
+            break
+        values[place] = values[child]
+        pairs[place] = pairs[child]
+        place = child
+        child = 2 * place + 1
+    values[place] = value
+    pairs[place] = pair
+
+
+@step
+def rank_held(values: Array, pairs: Array, held: int) -> None:
+    """Sort a heap of `held` pairs in place, best first; see `hold`."""
+    for place in range(held - 1, 0, -1):
+        value = values[place]
+        pair = pairs[place]
+        values[place] = values[0]
+        pairs[place] = pairs[0]
+        _replace_last(values, pairs, place, value, pair)
 
 
 @step
@@ -126,7 +160,7 @@ def pairs_of_best_value(
     pairs = np.full(count, -1, dtype=np.int64)
     if count == 0:
         return pairs, values
-    if count > INSERTED or names.shape[1] > 0:  # lists are too short to preselect
+    if names.shape[1] > 0:  # lists are too short to preselect
         return rank_pairs(_live_pairs(logits, among), logits, names, shift, temperature, log_counts, keys, count)
     noisy = len(keys) > 0
     bounds = np.empty(CHUNK if noisy else 0, dtype=np.float32)
@@ -165,9 +199,10 @@ def pairs_of_best_value(
                     value = (np.float64(row[token]) + base) / temperature + extra
                     if noisy:
                         value += gumbel(key, token)
-                    held = insert(values, pairs, held, value, beam * columns + token)
+                    held = hold(values, pairs, held, value, beam * columns + token)
                     if held == count:
-                        edge = np.float32(values[count - 1] - offset)
+                        edge = np.float32(values[0] - offset)
+    rank_held(values, pairs, held)
     return pairs[:held], values[:held]
 
 
@@ -199,26 +234,14 @@ def rank_pairs(
     """Return the `count` best of the given pairs, int64[n], best first, and their values; see `pairs_of_best_value`."""
     columns = logits.shape[1]
     count = min(count, len(pairs))
-    sorts = count > INSERTED
-    given = ascending(pairs) if sorts else pairs
-    room = len(pairs) if sorts else count
-    values = np.full(room, -np.inf)
-    chosen = np.full(room, -1, dtype=np.int64)
+    values = np.empty(count)
+    chosen = np.empty(count, dtype=np.int64)
     held = 0
-    if count == 0:
-        return chosen, values
-    for pair in given:
+    for pair in pairs:
         value = value_of(logits, names, shift, temperature, log_counts, keys, pair // columns, pair % columns)
-        if sorts:
-            values[held] = value
-            chosen[held] = pair
-            held += 1
-        else:
-            held = insert(values, chosen, held, value, pair)
-    if not sorts:
-        return chosen[:held], values[:held]
-    best = sorted_places(values)[:count]
-    return chosen[best], values[best]
+        held = hold(values, chosen, held, value, pair)
+    rank_held(values, chosen, held)
+    return chosen, values
 
 
 @step
@@ -229,9 +252,8 @@ def largest(x: Array, near: Array, count: int) -> Array:
         x: float[beams, vocab].
         near: float[beams], with the dtype of `x`, in which values are compared.
     """
-    if count > INSERTED:
-        return _largest_by_sorting(x, near, count)
     beams, vocab = x.shape
+    count = min(count, beams * vocab)
     values = np.full(count, -np.inf)
     pairs = np.full(count, -1, dtype=np.int64)
     if count == 0:
@@ -248,9 +270,10 @@ def largest(x: Array, near: Array, count: int) -> Array:
             for token in range(start, stop):
                 value = row[token] + base
                 if value > edge:
-                    held = insert(values, pairs, held, np.float64(value), beam * vocab + token)
+                    held = hold(values, pairs, held, np.float64(value), beam * vocab + token)
                     if held == count:
-                        edge = x.dtype.type(values[count - 1])
+                        edge = x.dtype.type(values[0])
+    rank_held(values, pairs, held)
     if held < count:
         return pairs[:held]
     return _with_equals(x, near, pairs, values, edge)
@@ -279,52 +302,6 @@ def _with_equals(x: Array, near: Array, pairs: Array, values: Array, edge: float
                 every[place] = beam * vocab + token
                 place += 1
     return every
-
-
-@step
-def _largest_by_sorting(x: Array, near: Array, count: int) -> Array:
-    """Return `largest` for long rankings, by sorting the pairs of the top buckets."""
-    beams, vocab = x.shape
-    top = x.dtype.type(-np.inf)
-    for beam in range(beams):
-        for token in range(vocab):
-            top = max(top, x[beam, token] + near[beam])
-    if top == -np.inf:
-        return np.empty(0, dtype=np.int64)
-    held_by = np.zeros(BUCKETS, dtype=np.int64)
-    for beam in range(beams):
-        for token in range(vocab):
-            value = x[beam, token] + near[beam]
-            if value > -np.inf:
-                held_by[_bucket_of(top - value)] += 1
-    last = 0
-    held = held_by[0]
-    while held < count and last < BUCKETS - 1:
-        last += 1
-        held += held_by[last]
-    values = np.empty(held)
-    pairs = np.empty(held, dtype=np.int64)
-    place = 0
-    for beam in range(beams):
-        for token in range(vocab):
-            value = x[beam, token] + near[beam]
-            if value > -np.inf and _bucket_of(top - value) <= last:
-                values[place] = value
-                pairs[place] = beam * vocab + token
-                place += 1
-    ranked = pairs[sorted_places(values)]
-    if held <= count:
-        return ranked
-    edge = x[ranked[count - 1] // vocab, ranked[count - 1] % vocab] + near[ranked[count - 1] // vocab]
-    while count < held and x[ranked[count] // vocab, ranked[count] % vocab] + near[ranked[count] // vocab] == edge:
-        count += 1
-    return ranked[:count]
-
-
-@step
-def _bucket_of(below: float) -> int:
-    """Return the bucket of the value that is `below` less than the largest one."""
-    return min(int(min(below, 1e6) * BUCKETS_PER_NAT), BUCKETS - 1)
 
 
 @step

@@ -36,7 +36,8 @@ QUICK_S = 0.5  # the same while a request waits for the curve
 CONTEXT = 64  # number of tokens before the nodes
 DEEP = 3  # number of layers of timed drafts
 ALONE_S = 0.4  # seconds of successive target passes that fill the processor's caches with its weights
-TURNS = 12  # number of timed turns of each kind of draft
+TURNS = 12  # maximum number of timed turns of each kind of draft
+TIMED_NODES = 1000  # maximum number of draft nodes in the timed turns of each kind, if they are more than one
 PartsOf = Callable[[LM, int], Parts]  # makes the parts of a session from a draft model and a depth
 _CURVE_FIELDS = {"nodes": NumberField((None,), least=1, is_whole=True), "seconds": NumberField((None,), least=1e-12)}
 
@@ -227,26 +228,34 @@ def measure(
     return curve
 
 
-def host_cost(vocab: int, parts: PartsOf, key: list[Any], models: tuple[LM, LM] | None = None) -> HostCost:
+def host_cost(
+    vocab: int,
+    parts: PartsOf,
+    width: int,
+    key: list[Any],
+    models: tuple[LM, LM] | None = None,
+) -> HostCost:
     """Return the cost of a session's parts outside the models.
 
-    The cost is read from disk, or measured in a few tenths of a second and saved.
+    The cost is read from disk, or measured in a few tenths of a second, more of hundreds of beams, and saved.
 
     Args:
         vocab: vocabulary size of the models.
         parts: makes the parts of a session from a draft model and a depth.
-        key: JSON values that identify everything on which the cost depends.
+        width: number of draft nodes per layer.
+        key: further JSON values that identify everything on which the cost depends.
         models: target and draft model, to measure compiled runs with them; None: measure turns in Python.
     """
-    full_key = [vocab, compiling.AVAILABLE, *key]
+    full_key = [vocab, compiling.AVAILABLE, width, *key]
+    turns = max(min(TURNS, TIMED_NODES // (DEEP * width)), 1)
     if (known := _HOST.get(repr(full_key))) is None:
         record = _HOST_COST.load(full_key)
         if record is not None:
             known = HostCost(**record)
         else:
-            measured = measure_host(vocab, parts) if models is None else measure_loops(*models, parts)
+            measured = measure_host(vocab, parts, turns) if models is None else measure_loops(*models, parts, turns)
             if measured is None:  # the user's prompt may be decodable even if made-up texts are not
-                return measure_host(vocab, parts)
+                return measure_host(vocab, parts, turns)
             known = measured
         _HOST_COST.keep(full_key, asdict(known))
     return _HOST.setdefault(repr(full_key), known)
@@ -255,7 +264,7 @@ def host_cost(vocab: int, parts: PartsOf, key: list[Any], models: tuple[LM, LM] 
 _HOST: dict[str, HostCost] = {}  # costs by key, so that even without a writable disk each is measured only once
 
 
-def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:
+def measure_host(vocab: int, parts: PartsOf, turns: int = TURNS, rounds: int = 3) -> HostCost:
     """Measure the cost of turns outside the models, with models that compute nothing.
 
     It times turns without drafts, with drafts that always pass, and with drafts that never pass. The times are medians over
@@ -264,7 +273,7 @@ def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:
     best: dict[tuple[int, bool], float] = {}
     for number in range(rounds + 1 if compiling.AVAILABLE else 1):
         for kind in ((0, True), (DEEP, True), (DEEP, False)):
-            seconds = _turn_s(vocab, parts, *kind, TURNS if compiling.AVAILABLE else 1)
+            seconds = _turn_s(vocab, parts, *kind, turns if compiling.AVAILABLE else 1)
             if number or not compiling.AVAILABLE:  # the first round of compiled steps is warm-up
                 best[kind] = min(seconds, best.get(kind, seconds))
     undrafted, passing, failing = best.values()
@@ -273,7 +282,13 @@ def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:
     return HostCost(max(undrafted - judge_s, 0.0), draft_s, judge_s)
 
 
-def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) -> HostCost | None:
+def measure_loops(
+    target: LM,
+    draft: LM,
+    parts: PartsOf,
+    turns: int = TURNS,
+    budget_s: float = 1.0,
+) -> HostCost | None:
     """Measure the cost of compiled runs with these models outside the models, by the spans that the runs record.
 
     Returns None if the logits of a model are NaN or infinite on some of the made-up texts.
@@ -281,6 +296,7 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) 
     The times are the minimum of up to four rounds after a warm-up.
 
     Args:
+        turns: number of turns of a round.
         budget_s: seconds after which no further round begins.
     """
     best = [np.inf] * 3
@@ -288,22 +304,23 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) 
     for number in range(5):
         session_parts = parts(draft, DEEP)
         warp = _warp_of(session_parts, min(20, target.vocab))
-        session = Session([0], session_parts, warp, Limits(TURNS), number)
+        session = Session([0], session_parts, warp, Limits(turns + DEEP), number)
         session.context = made_up_context(target, draft)
         with profiled() as profile:
-            for _ in decode(target, [session], ahead=TURNS):
-                pass
+            for _ in decode(target, [session], ahead=turns):
+                if session.count.target_passes >= turns:
+                    break
         if session.failure is not None:
             if isinstance(session.failure, BrokenLaw):
                 return None
             raise session.failure
-        turns = session.count.target_passes
+        passes = session.count.target_passes
         layers = len(session.count.widths)
         drafted = session.count.draft_passes * (DEEP if getattr(draft, "drafts_blocks", False) else 1)
         seconds = profile.seconds
         if number:  # the first round is warm-up
             costs = (
-                seconds.get("settle", 0.0) / turns,
+                seconds.get("settle", 0.0) / passes,
                 seconds.get("draft", 0.0) / drafted,
                 seconds.get("verify", 0.0) / layers,
             )
