@@ -430,6 +430,21 @@ def test_methods_are_compared(models, tmp_path):
     assert (tmp_path / "plot.png").is_file()
 
 
+def test_methods_are_compared_with_rounded_weights(models, monkeypatch):
+    loaded = []
+
+    def noted(*models, **options):
+        loaded.append(options)
+        raise BadSetting("seen")
+
+    monkeypatch.setattr("specbeam.doors.cli.widening.quiet_load", noted)
+    rounding = ["--quantize", "int8", "--quantize-draft", "int4", "--compute", "bfloat16", "--draft-vocab", "40"]
+    code, _, err = specbeam("bench", "methods", *models, *rounding)
+    assert (code, "seen" in err) == (2, True)
+    options = {"quantize": "int8", "quantize_draft": "int4", "compute": "bfloat16", "draft_vocab": 40}
+    assert loaded[0].items() >= options.items()
+
+
 def test_passes_are_timed(models, tmp_path):
     asked = ["bench", "passes", *models[:2], "--repeats", "1", "--length", "20", "--beams", "2"]
     for rows in ("1", "2", "4", "8"):

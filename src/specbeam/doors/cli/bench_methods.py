@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from specbeam.doors.cli.common import bundled_rows, in_one_line, print_records
-from specbeam.doors.cli.options import Grow, Json, NewTokens, PairArguments, Plot, checked
+from specbeam.doors.cli.options import (
+    Compute,
+    DraftVocab,
+    Grow,
+    Json,
+    NewTokens,
+    PairArguments,
+    Plot,
+    QuantizeDraft,
+    QuantizeTarget,
+    checked,
+)
 from specbeam.doors.cli.reports import print_report
 from specbeam.doors.places import require_file
 from specbeam.errors import BadPrompt, BadSetting
@@ -37,6 +48,10 @@ class MethodsBenchArguments(PairArguments):
         ),
     ] = []
     grow: Grow = None
+    quantize: QuantizeTarget = None
+    quantize_draft: QuantizeDraft = None
+    compute: Compute = None
+    draft_vocab: DraftVocab = None
     metric: Annotated[
         Literal["BLEU", "exact match"] | None,
         typer.Option(help="Quality measure for --file: 'BLEU', the default, or 'exact match'."),
@@ -71,7 +86,8 @@ def methods(given: MethodsBenchArguments) -> int:
     if any(task.metric == "BLEU" for task in tasks):
         check_bleu()
     compared = contenders(given.beams, given.depth, given.threshold)
-    loaded = grown_pair(given.model, given.draft, GrownSizes(given.grow), engine=given.engine)
+    loading = given.named("quantize", "quantize_draft", "compute", "draft_vocab", "engine")
+    loaded = grown_pair(given.model, given.draft, GrownSizes(given.grow), **loading)
     lines = []
     with progress_bar() as progress:
         for task in tasks:
