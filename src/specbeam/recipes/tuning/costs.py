@@ -228,13 +228,7 @@ def measure(
     return curve
 
 
-def host_cost(
-    vocab: int,
-    parts: PartsOf,
-    width: int,
-    key: list[Any],
-    models: tuple[LM, LM] | None = None,
-) -> HostCost:
+def host_cost(vocab: int, parts: PartsOf, width: int, key: list[Any], models: tuple[LM, LM] | None = None) -> HostCost:
     """Return the cost of a session's parts outside the models.
 
     The cost is read from disk, or measured in a few tenths of a second, more of hundreds of beams, and saved.
@@ -282,13 +276,7 @@ def measure_host(vocab: int, parts: PartsOf, turns: int = TURNS, rounds: int = 3
     return HostCost(max(undrafted - judge_s, 0.0), draft_s, judge_s)
 
 
-def measure_loops(
-    target: LM,
-    draft: LM,
-    parts: PartsOf,
-    turns: int = TURNS,
-    budget_s: float = 1.0,
-) -> HostCost | None:
+def measure_loops(target: LM, draft: LM, parts: PartsOf, turns: int = TURNS, budget_s: float = 1.0) -> HostCost | None:
     """Measure the cost of compiled runs with these models outside the models, by the spans that the runs record.
 
     Returns None if the logits of a model are NaN or infinite on some of the made-up texts.
