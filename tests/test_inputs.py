@@ -454,6 +454,18 @@ def test_tools_that_a_template_does_not_show_are_refused(talking):
         sb.generate(talking, {"messages": CHAT, "tools": [{"name": "a"}]}, sb.greedy(), max_new_tokens=1)
 
 
+@pytest.mark.parametrize(("role", "meant"), [("usr", "user"), ("User", "user"), ("sytem", "system"), ("tools", "tool")])
+def test_a_mistyped_role_is_refused(talking, role, meant):
+    """A template passes it on as written, or leaves the message out."""
+    with pytest.raises(BadPrompt, match=rf"messages\[0\] has the role '{role}'; did you mean '{meant}'\?"):
+        sb.generate(talking, [{"role": role, "content": "abc"}], sb.greedy(), max_new_tokens=1)
+
+
+def test_a_role_of_a_model_of_its_own_is_passed_on(talking):
+    out = sb.generate(talking, [{"role": "critic", "content": "abc"}], sb.greedy(), max_new_tokens=1)
+    assert len(out) == 1
+
+
 @pytest.mark.parametrize("message", [{"role": "user", "content": None}, {"role": "user", "text": "hi"}], ids=str)
 def test_a_message_without_content_is_named(talking, message):
     talking.tokenizer.chat_template = TEMPLATE

@@ -4,8 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specbeam.core.names import nearest
 from specbeam.errors import BadPrompt
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 BUNDLED_TEMPLATE = (
     "{% if messages|length != 1 or messages[0]['role'] != 'user' %}"
     "{{ raise_exception('the bundled model translates one user message and supports neither conversations nor messages of "
@@ -58,7 +60,7 @@ def text_of_messages(
         starts: whether the template begins an answer; None: unless the last message is continued.
         further: further variables of the template.
 
-    Raises `BadPrompt` if the template rejects the messages.
+    Raises `BadPrompt` if the template rejects the messages, or the role of one seems mistyped.
     """
     conversation = [_with_arguments(message, number) for number, message in enumerate(messages)]
     try:
@@ -112,10 +114,14 @@ def without_warning(tokenizer: Any, text: str) -> dict[str, bool]:
 def _with_arguments(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return a message with the arguments of tool calls as objects; clients send them as JSON texts.
 
-    Raises `BadPrompt` for anything but JSON objects, which templates would show incorrectly, and for messages to the model
-    without content.
+    Raises `BadPrompt` for anything but JSON objects, which templates would show incorrectly, for messages to the model
+    without content, and for a role that seems mistyped, which templates leave out or pass on.
     """
     found = dict(message)
+    role = str(found.get("role"))
+    meant = nearest(role.lower(), ROLES)
+    if role not in ROLES and meant:
+        raise BadPrompt(f"messages[{number}] has the role {role!r}; did you mean {meant!r}?")
     if found.get("content") is None and found.get("role") != "assistant":
         raise BadPrompt(f"messages[{number}] has no content, only {', '.join(found)}; give its text as 'content'")
     calls = found.get("tool_calls")
