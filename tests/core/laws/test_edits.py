@@ -1,8 +1,16 @@
 """What options change in rows, against transformers' processors: the same numbers, to the last bit."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    LogitsProcessorList,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    WhisperTimeStampLogitsProcessor,
+)
 
 from specbeam.core.beams import room_for_texts
 from specbeam.core.laws.edits import NO_EDITS, edited_rows
@@ -25,6 +33,7 @@ SETTINGS = {
     "suppressed": {"suppress_tokens": [20, 7]},
     "all": {"repetition_penalty": 0.7, "bad_words_ids": [[8]], "min_new_tokens": 4, "suppress_tokens": [9, 7]},
 }
+TIMES = 15  # the first timestamp
 LEFT = {
     "no repeats": {"no_repeat_ngram_size": 2},
     "bad words of several tokens": {"bad_words_ids": [[3], [5, 8]]},
@@ -79,6 +88,67 @@ def test_rows_are_those_of_transformers_processors(name, dtype):
         np.testing.assert_array_equal(rows, before)
 
 
+BEGIN = len(PROMPT)
+
+
+def rules_of_whisper(begin=BEGIN, **settings):
+    """The rules of timestamps, after the tokens that are suppressed."""
+    given = {"no_timestamps_token_id": TIMES - 1, "eos_token_id": 11, "max_initial_timestamp_index": 3} | settings
+    return WhisperTimeStampLogitsProcessor(SimpleNamespace(**given, bos_token_id=11), begin)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_initial_timestamp_index": None}, {"_detect_timestamp_from_logprob": False}]
+)
+@pytest.mark.parametrize("lived", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_rules_of_whispers_timestamps_are_those_of_transformers(settings, lived, dtype):
+    rng = np.random.default_rng(7)
+    warp = Warp(
+        LogitsProcessorList(
+            [
+                SuppressTokensLogitsProcessor([3, 9]),
+                SuppressTokensAtBeginLogitsProcessor([5, 11, 16], len(PROMPT)),
+                rules_of_whisper(**settings),
+            ]
+        )
+    )
+    for _ in range(40):
+        before, texts, forest, rows = turn_of(rng, dtype)
+        rows[:, TIMES:] += rng.normal(0, 2)
+        before = np.where(rng.random(before.shape) < 0.5, rng.integers(TIMES, VOCAB, before.shape), before)
+        texts.tokens[:3, :3] = before
+        texts.sizes[1] = lived
+        edits = warp.edits(PROMPT)._replace(texts=texts)
+        expected = processed(warp, before[:, :lived], forest, rows)
+        every = np.arange(forest.size)
+        found = edited_rows(whole_rows(rows), every, forest.tokens, forest.parents, edits).logits
+        with source_of_steps():
+            plain = edited_rows(whole_rows(rows), every, forest.tokens, forest.parents, edits).logits
+        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(plain, expected)
+
+
+def test_rows_of_a_draft_without_timestamps_keep_their_text():
+    """A draft model of the first tokens alone has no row of timestamps to compare."""
+    edits = Warp(LogitsProcessorList([rules_of_whisper()])).edits(PROMPT)
+    texts = room_for_texts(None, 1, 8)
+    texts.tokens[0, :3] = (TIMES, 4, 5)
+    texts.sizes[:] = (1, 3, 0)
+    rows = np.random.default_rng(3).normal(0, 2, (1, TIMES - 2)).astype(np.float32)
+    roots = np.array([5]), np.array([-1])
+    found = edited_rows(whole_rows(rows), np.array([0]), *roots, edits._replace(texts=texts)).logits
+    np.testing.assert_array_equal(found, rows)
+
+
+@pytest.mark.parametrize("begin", [len(PROMPT) - 1, len(PROMPT) + 1])
+def test_rules_of_another_beginning_and_processors_after_them_are_left_to_python(begin):
+    assert Warp(LogitsProcessorList([rules_of_whisper(begin)])).edits(PROMPT) is None
+    assert Warp(LogitsProcessorList([SuppressTokensAtBeginLogitsProcessor([5], begin)])).edits(PROMPT) is None
+    later = LogitsProcessorList([rules_of_whisper(), SuppressTokensLogitsProcessor([3])])
+    assert Warp(later).edits(PROMPT) is None
+
+
 def test_rows_without_edits_are_handed_on():
     _, _, forest, rows = turn_of(np.random.default_rng(1), np.float32)
     whole = whole_rows(rows)
@@ -92,7 +162,7 @@ def test_what_steps_cannot_do_is_left_to_python(settings):
 
 
 def test_a_penalty_that_leaves_out_the_prompt_is_left_to_python():
-    from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+    from transformers import RepetitionPenaltyLogitsProcessor
 
     processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=2)])
     assert Warp(processors).edits(PROMPT) is None

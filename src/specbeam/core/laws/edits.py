@@ -1,4 +1,4 @@
-"""Edits of logits by steps: repetition penalty, minimum number of new tokens, banned tokens.
+"""Edits of logits by steps: repetition penalty, minimum number of new tokens, banned tokens, rules of timestamps.
 
 They have the results of transformers' processors. All other processors run in Python (laws/warp.py).
 """
@@ -10,9 +10,22 @@ import numpy as np
 from specbeam.core.beams import LENGTH, Texts, depth_of, room_for_texts, write_path
 from specbeam.core.callbacks import call_back
 from specbeam.core.compiling.copies import copy_numbers
-from specbeam.core.laws.reduce import log_probabilities
+from specbeam.core.laws.reduce import log_probabilities, log_sum
 from specbeam.core.ranked import Ranked, with_logits
 from specbeam.core.steps import Array, borrowed, step
+
+
+class TimestampRules(NamedTuple):
+    """The rules by which Whisper writes timestamps, those of transformers' `WhisperTimeStampLogitsProcessor`.
+
+    Timestamps come first, in pairs, and in ascending order.
+    """
+
+    begin: int  # the first timestamp; -1: no rules
+    never: int  # the token for texts without timestamps, which is banned
+    end: int  # after a single timestamp, tokens below it are banned
+    latest: int  # the last timestamp that may be the first token
+    decides: bool  # whether text is banned where the timestamps together are likelier than any token of text
 
 
 @borrowed
@@ -27,10 +40,13 @@ class Edits(NamedTuple):
     of_logp: bool  # whether rows become log-probabilities first, as in transformers' beam modes
     callback: int  # address of a `Callback` into Python that edits rows; 0: none
     banned: Array  # int64[n]: banned tokens
+    banned_first: Array  # int64[n]: tokens that are banned as the first new token
+    timestamps: TimestampRules
 
 
 _NOTHING = np.empty(0, dtype=np.int64)
-NO_EDITS = Edits(1.0, _NOTHING, 0, _NOTHING, room_for_texts(None, 1, 1), False, 0, _NOTHING)
+NO_RULES = TimestampRules(-1, 0, 0, 0, False)
+NO_EDITS = Edits(1.0, _NOTHING, 0, _NOTHING, room_for_texts(None, 1, 1), False, 0, _NOTHING, _NOTHING, NO_RULES)
 
 
 @step
@@ -42,7 +58,8 @@ def edits_any(edits: Edits) -> bool:
 @step
 def follows_text(edits: Edits) -> bool:
     """Return whether the edits of a row may depend on the text before it."""
-    return edits.penalty != 1 or edits.least > 0 or edits.callback != 0
+    bans_by_text = edits.least > 0 or len(edits.banned_first) > 0 or edits.timestamps.begin >= 0
+    return edits.penalty != 1 or bans_by_text or edits.callback != 0
 
 
 @step
@@ -74,6 +91,7 @@ def edited_rows(rows: Ranked, nodes: Array, tokens: Array, parents: Array, edits
     edited = log_probabilities(rows.logits) if edits.of_logp else rows.logits.copy()
     vocab = edited.shape[1]
     seen_in = np.full(vocab, -1, dtype=np.int64)  # last row whose text has the token
+    _ban_tokens(edited, edits.banned)
     for row in range(len(edited)):
         text = new_text(edits.texts, tokens, parents, nodes[row])
         if edits.penalty != 1:
@@ -83,7 +101,10 @@ def edited_rows(rows: Ranked, nodes: Array, tokens: Array, parents: Array, edits
             for token in edits.eos:
                 if token < vocab:
                     edited[row, token] = -np.inf
-    _ban_tokens(edited, edits.banned)
+        if len(text) == 0:
+            _ban_tokens(edited[row : row + 1], edits.banned_first)
+        if edits.timestamps.begin >= 0:
+            _follow_rules(edited[row], text, edits.timestamps)
     return with_logits(rows, edited)
 
 
@@ -102,6 +123,50 @@ def _ban_tokens(rows: Array, tokens: Array) -> None:
         for token in tokens:
             if token < rows.shape[1]:
                 rows[row, token] = -np.inf
+
+
+@step
+def _follow_rules(row: Array, text: Array, rules: TimestampRules) -> None:
+    """Ban the tokens of a row that the rules of timestamps do not allow after a text."""
+    vocab = len(row)
+    size = len(text)
+    follows_one = size > 0 and text[size - 1] >= rules.begin
+    follows_two = follows_one and (size < 2 or text[size - 2] >= rules.begin)
+    _ban_range(row, rules.never, rules.never + 1)
+    if follows_two:
+        _ban_range(row, rules.begin, vocab)
+    elif follows_one:
+        _ban_range(row, 0, rules.end)
+    newest = -1
+    for token in text:
+        if token >= rules.begin:
+            newest = token
+    if newest >= 0:
+        may_repeat = follows_one and not follows_two
+        _ban_range(row, rules.begin, newest if may_repeat else newest + 1)
+    if size == 0:
+        _ban_range(row, 0, rules.begin)
+        _ban_range(row, rules.latest + 1, vocab)
+    if rules.decides and _are_timestamps_likelier(row, min(rules.begin, vocab)):
+        _ban_range(row, 0, rules.begin)
+
+
+@step
+def _are_timestamps_likelier(row: Array, begin: int) -> bool:
+    """Return whether the tokens from `begin` on are together likelier than any before; False for NaN and +inf."""
+    most = -np.inf
+    for token in range(begin):
+        if not row[token] < np.inf:
+            return False
+        most = max(most, row[token])
+    return log_sum(row[begin:].astype(np.float64)) > most
+
+
+@step
+def _ban_range(row: Array, start: int, stop: int) -> None:
+    """Set the logits of the tokens from `start` up to `stop` to -inf, as far as the row goes."""
+    for token in range(start, min(stop, len(row))):
+        row[token] = -np.inf
 
 
 @step

@@ -1,5 +1,6 @@
 """The warp: the settings and functions that turn logits into the decoded law."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from jaxtyping import Float, Float64, Int64
 from specbeam.core.beams import Beams
 from specbeam.core.constraint import Constrained
 from specbeam.core.errors import BrokenLaw, BrokenProcessor, DeadEnd, NotSupported, SpecbeamError
-from specbeam.core.laws.edits import NO_EDITS, Edits
+from specbeam.core.laws.edits import NO_EDITS, Edits, TimestampRules
 from specbeam.core.laws.joint import JointLaw, all_pairs, condition_of, joint_law, odds_among
 from specbeam.core.laws.ranking import NO_TRUNCATION, Truncation, largest
 from specbeam.core.laws.reduce import BROKEN, DEAD, SOUND, condition_of_row, log_probabilities
@@ -154,14 +155,24 @@ def _with_edit(edits: Edits, processor: Any) -> Edits | None:
         MinNewTokensLengthLogitsProcessor,
         NoBadWordsLogitsProcessor,
         RepetitionPenaltyLogitsProcessor,
+        SuppressTokensAtBeginLogitsProcessor,
         SuppressTokensLogitsProcessor,
+        WhisperTimeStampLogitsProcessor,
     )
 
+    if edits.timestamps.begin >= 0:  # they come last, because they compare the likelihoods that are left
+        return None
     if type(processor) is SuppressTokensLogitsProcessor:
         return _with_bans(edits, processor.suppress_tokens.reshape(-1).tolist())
     if type(processor) is NoBadWordsLogitsProcessor:
         words = list(processor.sequence_bias)
         return _with_bans(edits, [word[0] for word in words]) if all(len(word) == 1 for word in words) else None
+    begins = getattr(processor, "begin_index", None) == len(edits.prompt)
+    if type(processor) is SuppressTokensAtBeginLogitsProcessor and begins:
+        tokens = processor.begin_suppress_tokens.reshape(-1).cpu().numpy().astype(np.int64)
+        return edits._replace(banned_first=np.concatenate([edits.banned_first, tokens]))
+    if type(processor) is WhisperTimeStampLogitsProcessor and begins:
+        return edits._replace(timestamps=_timestamp_rules(processor))
     nothing_before = edits.penalty == 1 and edits.least == 0
     if type(processor) is RepetitionPenaltyLogitsProcessor and nothing_before:
         whole = processor.prompt_ignore_length is None
@@ -171,6 +182,19 @@ def _with_edit(edits: Edits, processor: Any) -> Edits | None:
         eos = processor.eos_token_id.reshape(-1).cpu().numpy().astype(np.int64)
         return edits._replace(least=max(int(least), 0), eos=eos)
     return None
+
+
+def _timestamp_rules(processor: Any) -> TimestampRules:
+    """Return the rules of a `WhisperTimeStampLogitsProcessor`."""
+    begin = int(processor.timestamp_begin)
+    latest = processor.max_initial_timestamp_index
+    return TimestampRules(
+        begin,
+        int(processor.no_timestamps_token_id),
+        int(processor.eos_token_id),
+        sys.maxsize - 1 if latest is None else begin + int(latest),
+        bool(processor._detect_timestamp_from_logprob),
+    )
 
 
 def _with_bans(edits: Edits, tokens: list[int]) -> Edits:
