@@ -461,8 +461,17 @@ def test_a_mistyped_role_is_refused(talking, role, meant):
         sb.generate(talking, [{"role": role, "content": "abc"}], sb.greedy(), max_new_tokens=1)
 
 
-def test_a_role_of_a_model_of_its_own_is_passed_on(talking):
-    out = sb.generate(talking, [{"role": "critic", "content": "abc"}], sb.greedy(), max_new_tokens=1)
+@pytest.mark.parametrize("role", ["critic", "function_call", "tool_call", "system_prompt", "user_1"])
+def test_a_role_of_a_model_of_its_own_is_passed_on(talking, role):
+    out = sb.generate(talking, [{"role": role, "content": "abc"}], sb.greedy(), max_new_tokens=1)
+    assert len(out) == 1
+
+
+@pytest.mark.parametrize("template", ["{% if m.role == 'tools' %}{% endif %}", "{{ m.role | lower }}"])
+def test_a_role_that_the_template_knows_is_passed_on(talking, template):
+    talking.tokenizer.chat_template = "{% for m in messages %}" + template + "{{ m.content }}{% endfor %}"
+    role = "tools" if "tools" in template else "User"
+    out = sb.generate(talking, [{"role": role, "content": "abc"}], sb.greedy(), max_new_tokens=1)
     assert len(out) == 1
 
 

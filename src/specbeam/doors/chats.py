@@ -1,13 +1,14 @@
 """Chat templates: conversion of messages to the tokens of a prompt."""
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specbeam.core.names import nearest
 from specbeam.errors import BadPrompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ALIKE = 0.82  # least similarity of a mistyped role, above that of "user_1" and "function_call"
 BUNDLED_TEMPLATE = (
     "{% if messages|length != 1 or messages[0]['role'] != 'user' %}"
     "{{ raise_exception('the bundled model translates one user message and supports neither conversations nor messages of "
@@ -62,6 +63,9 @@ def text_of_messages(
 
     Raises `BadPrompt` if the template rejects the messages, or the role of one seems mistyped.
     """
+    named = str(template or tokenizer.chat_template)
+    for number, message in enumerate(messages):
+        _check_role(str(message.get("role")), named, number)
     conversation = [_with_arguments(message, number) for number, message in enumerate(messages)]
     try:
         text = tokenizer.apply_chat_template(
@@ -111,17 +115,24 @@ def without_warning(tokenizer: Any, text: str) -> dict[str, bool]:
     return {"verbose": False} if may_be_long else {}
 
 
+def _check_role(role: str, template: str, number: int) -> None:
+    """Raise `BadPrompt` for a role that is nearly a usual one and that the template does not name.
+
+    Templates pass such a role on as written, or leave its message out.
+    """
+    is_known = role in ROLES or role in template or "lower" in template
+    meant = [] if is_known else difflib.get_close_matches(role.lower(), ROLES, 1, ALIKE)
+    if meant:
+        raise BadPrompt(f"messages[{number}] has the role {role!r}; did you mean {meant[0]!r}?")
+
+
 def _with_arguments(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return a message with the arguments of tool calls as objects; clients send them as JSON texts.
 
-    Raises `BadPrompt` for anything but JSON objects, which templates would show incorrectly, for messages to the model
-    without content, and for a role that seems mistyped, which templates leave out or pass on.
+    Raises `BadPrompt` for anything but JSON objects, which templates would show incorrectly, and for messages to the model
+    without content.
     """
     found = dict(message)
-    role = str(found.get("role"))
-    meant = nearest(role.lower(), ROLES)
-    if role not in ROLES and meant:
-        raise BadPrompt(f"messages[{number}] has the role {role!r}; did you mean {meant!r}?")
     if found.get("content") is None and found.get("role") != "assistant":
         raise BadPrompt(f"messages[{number}] has no content, only {', '.join(found)}; give its text as 'content'")
     calls = found.get("tool_calls")

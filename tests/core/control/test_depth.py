@@ -37,6 +37,7 @@ from specbeam.recipes.tuning.costs import (
 from specbeam.recipes.tuning.idle_model import IdleLM
 from specbeam.recipes.tuning.stored_prompt import StoredPrompt, TurnCost, seconds_of
 from tests.support import words
+from tests.support.heads import VOCAB, head_of
 from tests.support.programs import run, session_of
 from tests.support.tiny_models import tiny
 
@@ -171,7 +172,7 @@ def test_wide_layers_are_timed_in_fewer_turns(monkeypatch):
     monkeypatch.setattr("specbeam.recipes.tuning.costs.measure_host", measured)
     for width in (1, 6, 100, 4000):
         host_cost(40, lambda lm, depth: None, width, ["of this width"])
-    assert timed == [12, 12, 3, 1]
+    assert timed == [12, 12, 3, 3]
 
 
 def test_costs_are_told_apart(monkeypatch):
@@ -296,6 +297,15 @@ def test_what_loops_do_beside_the_models_is_measured(pair_of_loops):
 
     cost = measure_loops(target, draft, parts, budget_s=0.2)
     assert all(0 < one < 2e-3 for one in (cost.turn_s, cost.draft_s, cost.judge_s))
+
+
+@pytest.mark.skipif(not compiling.AVAILABLE, reason="needs numba")
+def test_wide_layers_of_a_head_are_timed():
+    """A head drafts nothing in the first turn, and a single timed turn divided by its draft passes."""
+    model = tiny("llama", seed=1, vocab_size=VOCAB)
+    target = sb.load(model).target
+    parts = sb.dsbd(200, draft_beams=202, depth="auto").parts(target, head_of(model, "eagle3"))
+    assert parts.controller.host.draft_s > 0
 
 
 @pytest.fixture(scope="module")

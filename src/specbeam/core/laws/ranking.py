@@ -46,7 +46,7 @@ def comes_before(value: float, pair: int, other_value: float, other_pair: int) -
 def hold(values: Array, pairs: Array, held: int, value: float, pair: int) -> int:
     """Put a pair on a heap of the `held` best pairs so far, whose root comes last. Returns the new number of pairs.
 
-    A full heap, of as many pairs as `values` has room for, drops the pair that comes last.
+    A full heap, of as many pairs as `values` has room for, drops the pair that comes last. Values are not NaN.
     """
     if held == len(values):
         if held > 0 and comes_before(value, pair, values[0], pairs[0]):

@@ -36,8 +36,9 @@ QUICK_S = 0.5  # the same while a request waits for the curve
 CONTEXT = 64  # number of tokens before the nodes
 DEEP = 3  # number of layers of timed drafts
 ALONE_S = 0.4  # seconds of successive target passes that fill the processor's caches with its weights
-TURNS = 12  # maximum number of timed turns of each kind of draft
-TIMED_NODES = 1000  # maximum number of draft nodes in the timed turns of each kind, if they are more than one
+TURNS = 12  # maximum number of timed turns
+LEAST_TURNS = 3  # minimum number; the first has a single live beam, and a head drafts nothing in it
+TIMED_NODES = 1000  # maximum number of draft nodes in the timed turns, if they are more than the minimum
 PartsOf = Callable[[LM, int], Parts]  # makes the parts of a session from a draft model and a depth
 _CURVE_FIELDS = {"nodes": NumberField((None,), least=1, is_whole=True), "seconds": NumberField((None,), least=1e-12)}
 
@@ -231,17 +232,17 @@ def measure(
 def host_cost(vocab: int, parts: PartsOf, width: int, key: list[Any], models: tuple[LM, LM] | None = None) -> HostCost:
     """Return the cost of a session's parts outside the models.
 
-    The cost is read from disk, or measured in a few tenths of a second, more of hundreds of beams, and saved.
+    The cost is read from disk, or measured in a few tenths of a second, more for hundreds of beams, and saved.
 
     Args:
         vocab: vocabulary size of the models.
         parts: makes the parts of a session from a draft model and a depth.
-        width: number of draft nodes per layer.
+        width: number of draft nodes per layer, or of a whole tree.
         key: further JSON values that identify everything on which the cost depends.
         models: target and draft model, to measure compiled runs with them; None: measure turns in Python.
     """
     full_key = [vocab, compiling.AVAILABLE, width, *key]
-    turns = max(min(TURNS, TIMED_NODES // (DEEP * width)), 1)
+    turns = max(min(TURNS, TIMED_NODES // (DEEP * width)), LEAST_TURNS)
     if (known := _HOST.get(repr(full_key))) is None:
         record = _HOST_COST.load(full_key)
         if record is not None:
@@ -284,7 +285,7 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, turns: int = TURNS, bud
     The times are the minimum of up to four rounds after a warm-up.
 
     Args:
-        turns: number of turns of a round.
+        turns: number of turns after which a round ends, or after the first that drafts if this comes later.
         budget_s: seconds after which no further round begins.
     """
     best = [np.inf] * 3
@@ -296,7 +297,7 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, turns: int = TURNS, bud
         session.context = made_up_context(target, draft)
         with profiled() as profile:
             for _ in decode(target, [session], ahead=turns):
-                if session.count.target_passes >= turns:
+                if session.count.target_passes >= turns and session.count.draft_passes > 0:
                     break
         if session.failure is not None:
             if isinstance(session.failure, BrokenLaw):
