@@ -175,6 +175,28 @@ def test_texts_that_fail_a_threshold_are_decoded_again_at_the_next_temperature(e
         assert found.target_passes > 0
 
 
+def test_a_method_that_no_temperature_uses_is_refused(ears):
+    """Above temperature 0 texts are sampled, whatever the method."""
+    for temperature in (0.7, (0.2, 0.4)):
+        with pytest.raises(errors.BadSetting, match="the method is for temperature 0"):
+            sb.transcribe(ears, noise(1), sb.dsbd(2), temperature=temperature)
+    (found,) = sb.transcribe(ears, noise(1), temperature=0.7, seed=1, language="en", max_new_tokens=4)
+    assert found.target_passes > 0
+
+
+def test_the_command_refuses_a_method_that_no_temperature_uses(ears, tmp_path, capsys, monkeypatch):
+    from specbeam.doors.cli.main import main as commands
+
+    save_ears(ears, tmp_path)
+    (tmp_path / "one.wav").write_bytes(media.encoded(np.stack([noise(1)] * 2, 1)))
+    asked = ["specbeam", "transcribe", str(tmp_path / "one.wav"), "-m", str(tmp_path), "--method", "greedy"]
+    monkeypatch.setattr("sys.argv", [*asked, "--temperature", "0.7"])
+    with pytest.raises(SystemExit) as ended:
+        commands()
+    assert ended.value.code == 2
+    assert "the method is for temperature 0" in capsys.readouterr().err
+
+
 def test_a_window_that_is_unlikely_and_probably_silent_is_left_out(ears):
     sound = noise(2, seed=2)
     options = {"language": "en", "max_new_tokens": 8, "temperature": 0.0, "compression_ratio_threshold": None}

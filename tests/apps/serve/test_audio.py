@@ -61,9 +61,9 @@ SOUNDS = {
 
 
 def by_the_library(pair, sound, method=None, **options):
-    (found,) = sb.transcribe(
-        pair, sound, method or sb.speculative_beam_search(BEAMS, depth=2), seed=SEED, max_new_tokens=12, **options
-    )
+    if method is None and "temperature" not in options:
+        method = sb.speculative_beam_search(BEAMS, depth=2)
+    (found,) = sb.transcribe(pair, sound, method, seed=SEED, max_new_tokens=12, **options)
     return found
 
 
@@ -210,6 +210,9 @@ REFUSED = {
     "language": ({}, {"language": "french"}, 400, "bad_setting", "language", "this model knows 2 languages, by a code (de, en)"),
     "prompt": ({}, {"prompt": "a" * 50}, 400, "bad_setting", "prompt", "51 tokens"),
     "temperature": ({}, {"temperature": "1.5"}, 400, "bad_setting", "temperature", "1.5"),
+    "method above 0": (
+        {}, {"temperature": "0.5", "specbeam": '{"method": "greedy"}'}, 400, "bad_setting", "specbeam", "for temperature 0",
+    ),
     "no number": ({}, {"temperature": "warm"}, 400, "bad_setting", "temperature", "warm"),
     "format": ({}, {"response_format": "doc"}, 400, "bad_setting", "response_format", "doc"),
     "words": (

@@ -34,7 +34,7 @@ def batch(
 
     Until the job is done, answers are kept in a journal named `out` + ".job". A killed process loses the rows in progress,
     and the answers of the last `COMMIT_S` seconds and one step. With `resume` the next process continues the job and
-    writes the same texts as a job that nobody killed, because a row's seed depends only on the job's seed and the row's
+    writes the same texts as an uninterrupted job, because a row's seed depends only on the job's seed and the row's
     id. It also decodes rows that were added, and failed rows that were changed. The journal of a finished job stays if
     rows failed, so that they can be decoded again.
 

@@ -68,6 +68,12 @@ def speech_order_of(form: MultipartForm, task: str, served: Served) -> tuple[Spe
     temperature = body.temperature or 0.0
     if 0 < temperature < 1e-4:
         raise invalid(f"temperature is {temperature}; it must be 0 or at least 0.0001", "temperature")
+    if key and temperature > 0:
+        raise invalid(
+            f"temperature is {temperature}, and specbeam.method and specbeam.beams are for temperature 0: above it "
+            "texts are sampled; leave one of them out",
+            "specbeam",
+        )
     further = {} if options.no_repeat_ngram_size is None else {"no_repeat_ngram_size": options.no_repeat_ngram_size}
     temperatures = TEMPERATURES if temperature == 0 else (temperature,)
     return SpeechOrder(body, task, method, key, temperatures, further), audio

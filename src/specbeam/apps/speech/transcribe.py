@@ -203,8 +203,8 @@ def transcribe(
     Args:
         pair: the models, from `load`; or the path or hub id of a model, which is loaded after the audio has been read.
         audio: one recording or a list of them; each is a file, or an array for `specbeam.apps.speech.audio.read_audio`.
-        method: the recipe, or its name, at temperature 0. None: beam search with 5 beams, or the model's own `num_beams`,
-            with drafts if there is a draft.
+        method: the recipe, or its name, at temperature 0, which must be among the temperatures. None: beam search with 5
+            beams, or the model's own `num_beams`, with drafts if there is a draft.
         rate: samples per second of arrays; None: 16,000.
         language: a code or a name, such as "de" or "german"; None: the model detects it in the first window.
         task: "transcribe", or "translate" for English text; None: the model's own, or else "transcribe".
@@ -245,6 +245,7 @@ def transcribe(
     require(isinstance(timestamps, bool), "timestamps", timestamps, "True or False (there are none of words)")
     require(seed is None or (is_integer(seed) and seed >= 0), "seed", seed, "an integer of at least 0, or None")
     require(is_integer(batch_size) and batch_size >= 1, "batch_size", batch_size, "an integer of at least 1")
+    check_method_is_used(method, temperature)
     audios = audio if isinstance(audio, (list, tuple)) and not _is_samples(audio) else [audio]
     sounds = [read_audio(one, rate) for one in audios]
     models = as_pair(pair)
@@ -699,6 +700,15 @@ def _temperatures(given: float | Sequence[float]) -> tuple[float, ...]:
     )
     require(are_fine, "temperature", given, "a number of at least 0, or a sequence of them")
     return tuple(float(one) for one in temperatures)
+
+
+def check_method_is_used(method: Method | str | None, temperature: float | Sequence[float]) -> None:
+    """Raise `BadSetting` if a method is given and no temperature is 0, as texts are sampled above 0."""
+    if method is not None and min(_temperatures(temperature)) > 0:
+        raise BadSetting(
+            f"temperature is {temperature}, and the method is for temperature 0: above it texts are sampled; leave the "
+            "method out, or give temperature=0"
+        )
 
 
 def methods_of(pair: Pair, method: Method | str | None) -> tuple[Method, Method]:

@@ -16,16 +16,16 @@ from specbeam.core.steps import Array, borrowed, step
 
 
 class TimestampRules(NamedTuple):
-    """The rules by which Whisper writes timestamps, those of transformers' `WhisperTimeStampLogitsProcessor`.
+    """Whisper's rules for timestamps, as in transformers' `WhisperTimeStampLogitsProcessor`.
 
-    Timestamps come first, in pairs, and in ascending order.
+    A text begins with a timestamp; the others come in pairs, and none is earlier than the one before.
     """
 
     begin: int  # the first timestamp; -1: no rules
     never: int  # the token for texts without timestamps, which is banned
     end: int  # after a single timestamp, tokens below it are banned
     latest: int  # the last timestamp that may be the first token
-    decides: bool  # whether text is banned where the timestamps together are likelier than any token of text
+    decides: bool  # whether text is banned if all timestamps together are more likely than any text token
 
 
 @borrowed

@@ -203,8 +203,10 @@ def transcribe(given: TranscribeArguments) -> int:
         check_has_head(method, given.draft)
     files = given.audio
     targets = [] if given.output is None else _targets(files, given.output, given.format)
+    from specbeam.apps.speech.transcribe import check_method_is_used
     from specbeam.apps.speech.transcribe import transcribe as transcribed
 
+    check_method_is_used(method, given.temperature)
     loaded = given.named("device", "quantize", "kv", "compute", "engine")
     pair = quiet_load(given.model, given.draft, sources=True, hears=True, **loaded)
     failed = len(files) - len(readable)
