@@ -18,6 +18,7 @@ from specbeam.core.control.needs import NodeOdds
 from specbeam.core.control.planning import learn_passed, plan_depth
 from specbeam.core.control.width import asked_width, width_of_known
 from specbeam.core.dice import Uniforms
+from specbeam.core.draft.beams import ChosenLayer, Drafted, LayersSpec, choose_layer
 from specbeam.core.draft.turns import (
     Cut,
     DraftTask,
@@ -34,7 +35,7 @@ from specbeam.core.draft.turns import (
 from specbeam.core.forest import Forest, TurnRows
 from specbeam.core.laws.edits import NO_EDITS
 from specbeam.core.laws.evidence import Evidence
-from specbeam.core.laws.joint import JointLaw
+from specbeam.core.laws.joint import Choice, JointLaw
 from specbeam.core.laws.ranking import Truncation
 from specbeam.core.passes import (
     Asked,
@@ -71,6 +72,14 @@ class AnyCache(NamedTuple):
 @borrowed
 class AnyDrafts(NamedTuple):
     """The spec of a drafter, as `AnyCache`, by `DRAFT_VERBS`."""
+
+    at: int
+    steps: tuple[int, ...]
+
+
+@borrowed
+class AnyLayers(NamedTuple):
+    """A kind of layers of a drafter of beams, as `AnyCache`, by `LAYER_VERBS`."""
 
     at: int
     steps: tuple[int, ...]
@@ -131,6 +140,9 @@ _SCORED = ScoredTurn(_TURN_ROWS, _FOREST, _BEAMS, AnyWidths(0, (0, 0)), 0, _FINI
 _CACHE = AnyCache(0, (0,) * 12)
 _DRAFTS = AnyDrafts(0, (0,) * 7)
 _LAW = JointLaw(NO_ROWS, _ODDS, _ODDS, _ODDS, Truncation(), True, _FLAGS)
+_DRAFTED = Drafted(_FOREST, _BEAMS, _FLAGS, _NODE_ODDS)
+_CHOICE = Choice(_INTS, _INTS, _ODDS, _ODDS, _KEYS, _FLAGS, 0)
+_LAYER = ChosenLayer(_CHOICE, _INTS, _INTS, 0, _INTS, _ODDS, 0)
 _SPENT = np.zeros((1, 2), dtype=np.int64)
 
 
@@ -175,7 +187,12 @@ def _draft_verbs() -> dict[Verb[..., Any], Called]:
     }
 
 
+def _layer_verbs() -> dict[Verb[..., Any], Called]:
+    return {choose_layer: Called(1, (_DRAFTED, _LAW, 0, _DICE), _LAYER)}
+
+
 DRAFT_VERBS = _draft_verbs()
+LAYER_VERBS = _layer_verbs()
 RULE_VERBS: dict[Verb[..., Any], Called] = {verify_turn: Called(1, (_SCORED, _DICE, _EVIDENCE, None), (_LAYERS, 0))}
 WIDTH_VERBS: dict[Verb[..., Any], Called] = {
     asked_width: Called(1, (_LAW, _BEAMS, _FOREST, 0), 0),
@@ -212,6 +229,7 @@ def _step_by_address(call: Any, number: int, records: int) -> Any:
 
 _register(AnyCache, CACHE_VERBS)
 _register(AnyDrafts, DRAFT_VERBS)
+_register(AnyLayers, LAYER_VERBS)
 _register(AnyRule, RULE_VERBS)
 _register(AnyWidths, WIDTH_VERBS)
 _register(AnyPlan, PLAN_VERBS)
@@ -293,7 +311,10 @@ class ByAddress:
         self.target = self._cache(target)
         self.draft = self.target if draft is target else self._cache(draft)
         rule = self._record(AnyRule, spec.rule, RULE_VERBS)
-        drafts = self._record(AnyDrafts, spec.drafts, DRAFT_VERBS)
+        own_drafts = spec.drafts
+        if isinstance(own_drafts, LayersSpec):
+            own_drafts = own_drafts._replace(layers=self._record(AnyLayers, own_drafts.layers, LAYER_VERBS))
+        drafts = self._record(AnyDrafts, own_drafts, DRAFT_VERBS)
         plan = self._record(AnyPlan, spec.plan, PLAN_VERBS, spec.plan.width)
         widths = self._record(AnyWidths, HeldWidths(spec.widths), WIDTH_VERBS)
         self.spec = spec._replace(plan=plan, drafts=drafts, rule=rule, widths=widths)

@@ -13,7 +13,7 @@ from specbeam.core.control.width import FixedWidths, NucleusWidths, SureWidths
 from specbeam.core.decode import turns
 from specbeam.core.dice import Dice, Uniforms
 from specbeam.core.draft import beams as draft_steps
-from specbeam.core.draft.beams import DrawnLayers, SearchedLayers, SharedLayers, start_draft
+from specbeam.core.draft.beams import DrawnLayers, LayersSpec, SearchedLayers, SharedLayers, start_draft
 from specbeam.core.draft.tree import grow_layer, start_tree
 from specbeam.core.forest import Forest, KnownRows, no_frontier_rows, scored_rows_of, turn_rows, unknown_nodes
 from specbeam.core.laws import joint
@@ -285,25 +285,31 @@ def draft_specs(truncation):
     by_row = truncation._replace(by_row=True, least=max(2, 1 + len(ENDS)))
     return {
         "shared noise": (
-            SharedLayers(True, FixedWidths(CORE), truncation, ENDS, True, False, NO_BUDGET),
+            LayersSpec(True, truncation, NO_BUDGET, True, SharedLayers(True, FixedWidths(CORE), ENDS, False)),
             SharedSpec(True, CORE, truncation, stop, not truncation.cuts),
         ),
         "the best": (
-            SharedLayers(False, FixedWidths(CORE), NO_TRUNCATION, ENDS, False, True, NO_BUDGET),
+            LayersSpec(False, NO_TRUNCATION, NO_BUDGET, False, SharedLayers(False, FixedWidths(CORE), ENDS, True)),
             SharedSpec(False, CORE, NO_TRUNCATION, stop, True),
         ),
-        "distinct draws": (DrawnLayers(False, truncation, ENDS), TriedSpec(False, CORE, truncation, stop)),
-        "independent draws": (DrawnLayers(True, truncation, ENDS), TriedSpec(True, CORE, truncation, stop)),
+        "distinct draws": (
+            LayersSpec(True, truncation, NO_BUDGET, False, DrawnLayers(False, ENDS)),
+            TriedSpec(False, CORE, truncation, stop),
+        ),
+        "independent draws": (
+            LayersSpec(True, truncation, NO_BUDGET, False, DrawnLayers(True, ENDS)),
+            TriedSpec(True, CORE, truncation, stop),
+        ),
         "search": (
-            SearchedLayers(True, CORE, by_row, ENDS, NO_BUDGET),
+            LayersSpec(True, by_row, NO_BUDGET, False, SearchedLayers(True, CORE, ENDS)),
             SearchSpec(True, False, CORE, by_row, stop, True),
         ),
         "search by dice": (
-            SearchedLayers(True, CORE, by_row, ENDS, NO_BUDGET),
+            LayersSpec(True, by_row, NO_BUDGET, False, SearchedLayers(True, CORE, ENDS)),
             SearchSpec(True, True, CORE, by_row, stop, False),
         ),
         "search for the best": (
-            SearchedLayers(False, CORE, by_row, ENDS, NO_BUDGET),
+            LayersSpec(False, by_row, NO_BUDGET, False, SearchedLayers(False, CORE, ENDS)),
             SearchSpec(False, False, CORE, by_row, stop, True),
         ),
     }

@@ -79,19 +79,27 @@ from specbeam.core.steps import Array, borrowed, step, verb
 
 
 @borrowed
+class LayersSpec(NamedTuple):
+    """How layers of beams are drafted: the settings that all kinds of layers share, and the kind."""
+
+    noisy: bool  # False: temperature 0, where there is no noise
+    truncation: Truncation
+    budget: Budget  # by which the draft grows and is cut; only if widths are independent of drafts
+    keeps_rows: bool  # whether `Forest.frontier_rows` is stored, because widths depend on the laws of the draft
+    layers: Any  # SharedLayers, SearchedLayers or DrawnLayers; a loop may know it only by its address
+
+
+@borrowed
 class SharedLayers(NamedTuple):
     """How layers are drafted for shared noise: the best pairs of the draft law under the noise of the target."""
 
     noisy: bool  # False: temperature 0, where there is no noise
     widths: Any  # the target's numbers for widths, by which the draft model would keep core pairs
-    truncation: Truncation
     eos: Array  # int64[ends]
-    keeps_rows: bool  # whether `Forest.frontier_rows` is stored, because widths depend on the laws of the draft
     # Whether pairs that the target has already scored come in addition to the width. Only if widths are independent of
     # drafts: which nodes are known depends on the noise of their layer, so the number of drafts would depend on it,
     # too.
     more_if_known: bool
-    budget: Budget  # by which the draft grows and is cut; only if widths are independent of drafts
 
 
 @borrowed
@@ -100,9 +108,7 @@ class SearchedLayers(NamedTuple):
 
     noisy: bool  # False: temperature 0, where there is no noise
     core: int  # number of pairs that the draft model by itself would keep
-    truncation: Truncation
     eos: Array
-    budget: Budget  # by which the draft grows and is cut
 
 
 @borrowed
@@ -110,7 +116,6 @@ class DrawnLayers(NamedTuple):
     """How layers are drafted for rules that try drafts: by dice, from the stated draft law."""
 
     again: bool  # whether draws are independent, with replacement
-    truncation: Truncation
     eos: Array
 
 
@@ -121,6 +126,18 @@ class Drafted(NamedTuple):
     frontier: Beams  # the beams of the newest layer, without those that ended
     core: Array  # bool[frontier]: whether the draft model by itself would have kept the beam
     odds: NodeOdds  # none if the draft is not cut
+
+
+class ChosenLayer(NamedTuple):
+    """The drafts of a layer, before they become nodes."""
+
+    choice: Choice
+    draws: Array  # int64[draws], index of each draw among the pairs of the choice
+    counts: Array  # int64[pairs], how often each pair was drawn
+    kind: int  # of the new group, see `Siblings`; the next two as well
+    law_pairs: Array
+    law_odds: Array
+    beams: int  # expected number of surviving beams
 
 
 @step
@@ -197,23 +214,14 @@ def first_places(drawn: Array) -> tuple[Array, Array, Array]:
 
 
 @step
-def add_drafted_layer(
-    drafted: Drafted,
-    choice: Choice,
-    draws: Array,
-    counts: Array,
-    kind: int,
-    law_pairs: Array,
-    law_odds: Array,
-    vocab: int,
-) -> Drafted:
+def add_drafted_layer(drafted: Drafted, layer: ChosenLayer, vocab: int) -> Drafted:
     """Return a draft with one more layer. End tokens get no node, and drafts that are nodes already no second one.
 
     Args:
-        draws: int64[draws], index of each draw among the pairs of the choice.
-        counts: int64[pairs], how often each pair was drawn.
-        kind, law_pairs, law_odds, vocab: of the new group, see `Siblings`.
+        vocab: number of tokens of the law that the layer was chosen from.
     """
+    choice = layer.choice
+    draws = layer.draws
     forest = drafted.forest
     frontier = drafted.frontier
     groups = forest.siblings
@@ -231,16 +239,16 @@ def add_drafted_layer(
         nodes[place] = node
     born = born[:held]
     siblings = Siblings(
-        np.append(groups.kinds, kind),
+        np.append(groups.kinds, layer.kind),
         np.concatenate((groups.parents, frontier.nodes)),
         np.append(groups.parent_ends, len(groups.parents) + len(frontier.nodes)),
         np.append(groups.draw_ends, len(groups.tokens) + len(draws)),
         np.concatenate((groups.rows, choice.parents[draws])),
         np.concatenate((groups.tokens, choice.tokens[draws])),
         np.concatenate((groups.nodes, nodes[draws])),
-        np.append(groups.law_ends, len(groups.law_odds) + len(law_odds)),
-        np.concatenate((groups.law_pairs, law_pairs)),
-        np.concatenate((groups.law_odds, law_odds)),
+        np.append(groups.law_ends, len(groups.law_odds) + len(layer.law_odds)),
+        np.concatenate((groups.law_pairs, layer.law_pairs)),
+        np.concatenate((groups.law_odds, layer.law_odds)),
         vocab,
     )
     grown = Forest(
@@ -252,42 +260,61 @@ def add_drafted_layer(
         forest.frontier_rows,
         forest.known,
     )
-    newest = Beams(nodes[going], choice.tokens[going], choice.scores[going], counts[going], choice.keys[going])
+    newest = Beams(nodes[going], choice.tokens[going], choice.scores[going], layer.counts[going], choice.keys[going])
     return Drafted(grown, newest, going < choice.core, drafted.odds)
 
 
-@verb(0, has_body=False)
-def draft_layer(spec: Any, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:  # type: ignore[empty-body]
-    """Return a draft with one more layer, chosen or drawn from the law of its frontier, which must be SOUND.
+@verb(0, has_body=False, by_address=True)
+def choose_layer(  # type: ignore[empty-body]
+    layers: Any, drafted: Drafted, law: JointLaw, width: int, dice: Any
+) -> ChosenLayer:
+    """Return the drafts of one more layer, chosen or drawn from the law of the frontier, which must be SOUND.
 
     Args:
-        spec: the spec of the drafter.
+        layers: a SharedLayers, SearchedLayers or DrawnLayers.
         width: number of draft beams in the layer.
     """
 
 
 @step
-def _add_choice(spec: Any, drafted: Drafted, choice: Choice, vocab: int, beams: int) -> Drafted:
-    """Return a draft with one more layer, whose draws are SHARED: they can be matched, not tried.
+def draft_layer(spec: LayersSpec, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
+    """Return a draft with one more layer, by the law of its frontier, which must be SOUND.
 
     Args:
-        beams: expected number of surviving beams.
+        width: number of draft beams in the layer.
     """
-    count = len(choice.tokens)
-    every = np.arange(count)
-    no_pairs = np.empty(0, dtype=np.int64)
+    layer = choose_layer(spec.layers, drafted, law, width, dice)
+    forest = drafted.forest
     frontier = drafted.frontier
-    longer = add_drafted_layer(drafted, choice, every, np.ones_like(every), SHARED, no_pairs, np.empty(0), vocab)
+    if spec.keeps_rows:
+        rows = add_frontier_rows(forest.frontier_rows, frontier.nodes, frontier.scores, frontier.counts, law.rows)
+        forest = Forest(forest.tokens, forest.parents, forest.siblings, forest.logq, forest.beams, rows, forest.known)
+        drafted = Drafted(forest, frontier, drafted.core, drafted.odds)
+    longer = add_drafted_layer(drafted, layer, law.rows.vocab)
     if len(spec.budget.target_s) == 0:
         return longer
+    choice = layer.choice
+    count = len(choice.tokens)
     bounds = np.empty(count)
     for place in range(count):
         bounds[place] = bound_of(spec.truncation, spec.noisy, choice.scores[place], 1, choice.keys[place])
     groups = longer.forest.siblings
     nodes = groups.nodes[len(groups.nodes) - count :]
     pairs = DraftedPairs(choice.parents, choice.values, bounds, nodes)
-    odds = with_layer_odds(drafted.odds, spec.budget, longer.forest, frontier, pairs, beams)
+    odds = with_layer_odds(drafted.odds, spec.budget, longer.forest, frontier, pairs, layer.beams)
     return Drafted(longer.forest, longer.frontier, longer.core, odds)
+
+
+@step
+def _matched(choice: Choice, beams: int) -> ChosenLayer:
+    """Return a layer of pairs whose draws are SHARED: they can be matched, not tried.
+
+    Args:
+        beams: expected number of surviving beams.
+    """
+    every = np.arange(len(choice.tokens))
+    no_pairs = np.empty(0, dtype=np.int64)
+    return ChosenLayer(choice, every, np.ones_like(every), SHARED, no_pairs, np.empty(0), beams)
 
 
 @step
@@ -323,65 +350,53 @@ def with_fresh(choice: Choice, drafted: Drafted, fresh: int) -> Choice:
     )
 
 
-@draft_layer.of(SharedLayers)
+@choose_layer.of(SharedLayers)
 @step
-def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
-    """Return a draft with one more layer of best pairs, under shared noise if there is any; see `draft_layer`."""
+def choose_shared(layers: SharedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> ChosenLayer:
+    """Return a layer of best pairs, under shared noise if there is any; see `choose_layer`."""
     frontier = drafted.frontier
-    if spec.keeps_rows:
-        forest = drafted.forest
-        frontier_rows = add_frontier_rows(
-            forest.frontier_rows, frontier.nodes, frontier.scores, frontier.counts, law.rows
-        )
-        forest = Forest(
-            forest.tokens, forest.parents, forest.siblings, forest.logq, forest.beams, frontier_rows, forest.known
-        )
-        drafted = Drafted(forest, frontier, drafted.core, drafted.odds)
-    core = min(width_by_draft(spec.widths, law), width)
+    core = min(width_by_draft(layers.widths, law), width)
     more = 0
-    if spec.more_if_known:
+    if layers.more_if_known:
         more = count_children(drafted.forest, frontier.nodes)
-    choice = choose(law, frontier.keys, spec.noisy, drafted.core, core, width + more, spec.eos)
+    choice = choose(law, frontier.keys, layers.noisy, drafted.core, core, width + more, layers.eos)
     if more > 0:
         choice = with_fresh(choice, drafted, width)
-    return _add_choice(spec, drafted, choice, law.rows.vocab, core)
+    return _matched(choice, core)
 
 
-@draft_layer.of(SearchedLayers)
+@choose_layer.of(SearchedLayers)
 @step
-def draft_searched(spec: SearchedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
-    """Return a draft with one more layer for transformers' beam modes; see `draft_layer`."""
+def choose_searched(layers: SearchedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> ChosenLayer:
+    """Return a layer for transformers' beam modes; see `choose_layer`."""
     more = count_children(drafted.forest, drafted.frontier.nodes)
-    choice = _chosen_as_search_does(law, drafted.frontier, drafted.core, width + more, spec)
+    choice = _chosen_as_search_does(law, drafted.frontier, drafted.core, width + more, layers)
     if more > 0:
         choice = with_fresh(choice, drafted, width)
-    return _add_choice(spec, drafted, choice, law.rows.vocab, spec.core)
+    return _matched(choice, layers.core)
 
 
-@draft_layer.of(DrawnLayers)
+@choose_layer.of(DrawnLayers)
 @step
-def draft_drawn(spec: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
-    """Return a draft with one more layer that is drawn by dice, with its law; see `draft_layer`."""
+def choose_drawn(layers: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> ChosenLayer:
+    """Return a layer that is drawn by dice, with its law; see `choose_layer`."""
     pairs = all_pairs(law)
     odds = odds_among(law, pairs)
-    count = width if spec.again else min(width, len(pairs))
-    distinct, draws, counts = first_places(draw_pairs(odds, count, spec.again, dice))
+    count = width if layers.again else min(width, len(pairs))
+    distinct, draws, counts = first_places(draw_pairs(odds, count, layers.again, dice))
     values = np.full(len(distinct), np.nan)
-    choice = choice_of(law, drafted.frontier.keys, pairs[distinct], values, len(distinct), spec.eos)
-    kind = INDEPENDENT if spec.again else DISTINCT
-    return add_drafted_layer(drafted, choice, draws, counts, kind, named_pairs(law, pairs), odds, law.rows.vocab)
+    choice = choice_of(law, drafted.frontier.keys, pairs[distinct], values, len(distinct), layers.eos)
+    kind = INDEPENDENT if layers.again else DISTINCT
+    return ChosenLayer(choice, draws, counts, kind, named_pairs(law, pairs), odds, width)
 
 
-@verb(0)
-def start_odds(spec: Any, live: Beams, nodes: int) -> NodeOdds:
-    """Return the odds of a forest's nodes before the first layer is drafted; none if the draft is not cut."""
-    return no_node_odds()
-
-
-@start_odds.of(SharedLayers, SearchedLayers)
 @step
-def odds_of_roots(spec: Any, live: Beams, nodes: int) -> NodeOdds:
-    """Return the odds of the roots by the best pairs that they can have; see `start_odds`."""
+def odds_of_roots(spec: LayersSpec, live: Beams, nodes: int) -> NodeOdds:
+    """Return the odds of the roots by the best pairs that they can have; none if the draft is not cut.
+
+    Args:
+        nodes: number of nodes of the forest before the first layer is drafted.
+    """
     if len(spec.budget.target_s) == 0:
         return no_node_odds()
     bounds = np.empty(len(live.tokens))
@@ -390,25 +405,18 @@ def odds_of_roots(spec: Any, live: Beams, nodes: int) -> NodeOdds:
     return root_odds(bounds, nodes)
 
 
-@verb(0)
-def thinned(spec: Any, drafted: Drafted) -> Drafted:
-    """Return a draft without the frontier nodes that do not pay for a further layer; unchanged if the draft is not cut.
+@step
+def thinned(budget: Budget, drafted: Drafted) -> Drafted:
+    """Return a draft without the frontier nodes to which its budget allows no further layer; unchanged without a budget.
 
     If the draft should end, its nodes stay, and its frontier is empty.
     """
-    return drafted
-
-
-@thinned.of(SharedLayers, SearchedLayers)
-@step
-def thinned_by_budget(spec: Any, drafted: Drafted) -> Drafted:
-    """Return a draft without the frontier nodes to which its budget allows no further layer; see `thinned`."""
     frontier = drafted.frontier
-    if len(spec.budget.target_s) == 0 or len(frontier.nodes) == 0:
+    if len(budget.target_s) == 0 or len(frontier.nodes) == 0:
         return drafted
     forest = drafted.forest
     odds = drafted.odds
-    is_extended = nodes_to_extend(spec.budget, forest, odds, frontier.nodes)
+    is_extended = nodes_to_extend(budget, forest, odds, frontier.nodes)
     rest = picked_beams(frontier, is_extended)
     core = drafted.core[is_extended]
     not_extended = frontier.nodes[~is_extended]
@@ -424,33 +432,26 @@ def thinned_by_budget(spec: Any, drafted: Drafted) -> Drafted:
     return Drafted(smaller, renamed, core, odds_of_nodes(odds, forest, kept))
 
 
-@verb(0)
-def cut(spec: Any, drafted: Drafted) -> Cut:
-    """Return the part of a draft that the target scores: the nodes whose rows pay for their cost, or all of them."""
-    return uncut(drafted.forest)
-
-
-@cut.of(SharedLayers, SearchedLayers)
 @step
-def cut_by_budget(spec: Any, drafted: Drafted) -> Cut:
-    """Return the nodes that the budget of a draft allows; see `cut`."""
+def cut(budget: Budget, drafted: Drafted) -> Cut:
+    """Return the nodes of a draft that the target scores: those whose rows pay for their cost; all without a budget."""
     whole = drafted.forest
-    if len(spec.budget.target_s) == 0:
+    if len(budget.target_s) == 0:
         return uncut(whole)
-    node_map = nodes_to_score(spec.budget, whole, drafted.odds)
+    node_map = nodes_to_score(budget, whole, drafted.odds)
     return Cut(forest_of_nodes(whole, node_map), whole, node_map, drafted.odds)
 
 
 @step
-def start_draft(live: Beams, roots: Forest, spec: Any) -> Drafted:
+def start_draft(live: Beams, roots: Forest, spec: LayersSpec) -> Drafted:
     """Return a draft without layers, whose frontier is the live beams, the roots of the forest `roots`."""
-    odds = start_odds(spec, live, len(roots.tokens))
+    odds = odds_of_roots(spec, live, len(roots.tokens))
     return Drafted(roots, live, np.ones(len(live.tokens), dtype=np.bool_), odds)
 
 
 @step
 def draft_layers(
-    model: Any, drafted: Drafted, spec: Any, task: DraftTask, dice: Any, spent: Array
+    model: Any, drafted: Drafted, spec: LayersSpec, task: DraftTask, dice: Any, spent: Array
 ) -> tuple[Drafted, int]:
     """Return a draft with up to `task.depth` more layers of `task.width` beams, and SOUND.
 
@@ -463,7 +464,7 @@ def draft_layers(
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
     for _ in range(task.depth):
-        drafted = thinned(spec, drafted)
+        drafted = thinned(spec.budget, drafted)
         if len(drafted.frontier.tokens) == 0:
             break
         asked = asked_by_layer(drafted)
@@ -487,7 +488,7 @@ def asked_by_layer(drafted: Drafted) -> Asked:
 
 @step
 def with_next_layer(
-    drafted: Drafted, own: Ranked, asked: Asked, spec: Any, task: DraftTask, dice: Any
+    drafted: Drafted, own: Ranked, asked: Asked, spec: LayersSpec, task: DraftTask, dice: Any
 ) -> tuple[Drafted, int]:
     """Return a draft with one more layer, and SOUND; or the draft itself and the reason, see `draft_layers`.
 
@@ -521,19 +522,19 @@ def keys_of_nodes(beams: Beams, nodes: Array) -> Array:
     return keys
 
 
-@draft_turn.of(SharedLayers, SearchedLayers, DrawnLayers)
+@draft_turn.of(LayersSpec)
 @step
-def draft_beams(drafts: Any, model: Any, task: DraftTask, dice: Any, spent: Array) -> tuple[Cut, int]:
+def draft_beams(drafts: LayersSpec, model: Any, task: DraftTask, dice: Any, spent: Array) -> tuple[Cut, int]:
     """Draft layers of beams; see `draft_turn`."""
     begun = start_draft(task.live, task.roots, drafts)
     drafted, condition = draft_layers(model, begun, drafts, task, dice, spent)
-    return cut(drafts, drafted), condition
+    return cut(drafts.budget, drafted), condition
 
 
-@draft_all.of(SharedLayers, SearchedLayers, DrawnLayers)
+@draft_all.of(LayersSpec)
 @step
 def draft_beams_of_all(
-    drafts: Any, like: Any, jobs: Array, models: list[Any], tasks: list[DraftTask], spent: Array
+    drafts: LayersSpec, like: Any, jobs: Array, models: list[Any], tasks: list[DraftTask], spent: Array
 ) -> list[tuple[Cut, int]]:
     """Draft layers of beams of many sessions, with a pass of the draft model for each layer of all; see `draft_all`."""
     count = len(tasks)
@@ -551,7 +552,7 @@ def draft_beams_of_all(
         for number in range(count):
             job = held_at(jobs[number], like)
             if is_growing[number] and layer < tasks[number].depth:
-                growing[number] = thinned(own_spec(job.spec.drafts, drafts), growing[number])
+                growing[number] = thinned(own_spec(job.spec.drafts, drafts).budget, growing[number])
                 is_growing[number] = len(growing[number].frontier.tokens) > 0
             else:
                 is_growing[number] = False
@@ -578,19 +579,19 @@ def draft_beams_of_all(
     found = []
     for number in range(count):
         job = held_at(jobs[number], like)
-        found.append((cut(own_spec(job.spec.drafts, drafts), growing[number]), conditions[number]))
+        found.append((cut(own_spec(job.spec.drafts, drafts).budget, growing[number]), conditions[number]))
     return found
 
 
-@rows_kept.of(SharedLayers)
-def rows_of_layers(drafts: SharedLayers, beams: int, depth: int, width: int) -> int:
+@rows_kept.of(LayersSpec)
+def rows_of_layers(drafts: LayersSpec, beams: int, depth: int, width: int) -> int:
     """Return the number of rows that the layers of a draft are drawn from; see `rows_kept`."""
     return beams + depth * width if drafts.keeps_rows else 0
 
 
-@learn_from.of(SharedLayers, SearchedLayers)
+@learn_from.of(LayersSpec)
 @step
-def learn_from_layers(drafts: Any, drafted: Cut, layers: Layers, rows: TurnRows) -> None:
+def learn_from_layers(drafts: LayersSpec, drafted: Cut, layers: Layers, rows: TurnRows) -> None:
     """Learn the odds of drafts from a turn; see `learn_from`."""
     if len(drafted.odds.live) > 0:
         learn_odds(drafts.budget.odds, drafted.odds, drafted.whole, layers, drafted.node_map)
@@ -628,7 +629,7 @@ class GrowingBeams:
 
     session: Session
     shape: Shape
-    spec: Any  # SharedLayers, SearchedLayers or DrawnLayers
+    spec: LayersSpec
     drafted: Drafted
     layers: int = 0  # number of layers drafted so far
 
@@ -637,7 +638,7 @@ class GrowingBeams:
         """Whether another layer is to be drafted."""
         may_grow = self.layers < self.shape.depth and self.session.failure is None
         if may_grow:
-            self.drafted = thinned(self.spec, self.drafted)
+            self.drafted = thinned(self.spec.budget, self.drafted)
         return may_grow and self.drafted.frontier.size > 0
 
     @property
@@ -648,7 +649,7 @@ class GrowingBeams:
 
     def make_room(self, vocab: int, dtype: Any) -> None:
         """Allocate the rows that layers are drawn from, before the first layer, if the spec keeps them."""
-        if isinstance(self.spec, SharedLayers) and self.spec.keeps_rows and self.layers == 0:
+        if self.spec.keeps_rows and self.layers == 0:
             rows = self.drafted.forest.roots + (self.shape.depth - 1) * self.shape.width
             forest = self.drafted.forest._replace(frontier_rows=no_frontier_rows(rows, vocab, dtype))
             self.drafted = self.drafted._replace(forest=forest)
@@ -759,7 +760,7 @@ class BeamDrafter:
                     draft.grow(
                         on_host(own[draft].logits) if draft in own else draft.drafted.forest.known.rows.logits[:0]
                     )
-        return [self._passed_on(draft.session, cut(draft.spec, draft.drafted)) for draft in drafts]
+        return [self._passed_on(draft.session, cut(draft.spec.budget, draft.drafted)) for draft in drafts]
 
     def _drafted_by_steps(self, session: Session, shape: Shape) -> Cut | None:
         """Return the draft of one compiled call; None if Python has to see rows, or nothing is drafted."""
@@ -779,34 +780,38 @@ class BeamDrafter:
         known = start.known._replace(rows=whole_rows(_rows_of_vocab(start.known.rows.logits, self.lm.vocab)))
         return Forest(start.tokens, start.parents, known=known)
 
-    def spec(self, session: Session) -> Any:
-        """Return a `SharedLayers`, `SearchedLayers` or `DrawnLayers` for a session."""
+    def spec(self, session: Session) -> LayersSpec:
+        """Return the spec of a session's layers."""
         warp = session.warp
+        noisy = not warp.greedy
         ends = session.limits.ending
         budget = budget_of(session)
         if self.search:
-            return SearchedLayers(not warp.greedy, self.beams, warp.cut, ends, budget)
-        if self.coupling == "rejection" and not warp.greedy:
-            return DrawnLayers(self.replacement, warp.cut, ends)
-        keeps_rows = self.keeps_rows and not warp.greedy
+            searched = SearchedLayers(noisy, self.beams, ends)
+            return LayersSpec(noisy, warp.cut, budget, False, searched)
+        if self.coupling == "rejection" and noisy:
+            return LayersSpec(noisy, warp.cut, NO_BUDGET, False, DrawnLayers(self.replacement, ends))
+        keeps_rows = self.keeps_rows and noisy
         fixed = FixedWidths(self.beams)
         widths = fixed if self.width is None or warp.greedy else width_spec(self.width, by_noise=True)
         if not is_for_steps(widths):
             widths = fixed
-        return SharedLayers(not warp.greedy, widths, warp.cut, ends, keeps_rows, not keeps_rows, budget)
+        shared = SharedLayers(noisy, widths, ends, not keeps_rows)
+        return LayersSpec(noisy, warp.cut, budget, keeps_rows, shared)
 
     def listing(self, session: Session, width: int) -> Listing:
         """Return the lists of tokens by which layers of `width` beams are chosen; see `Drafter`."""
         spec = self.spec(session)
-        noisy = not session.warp.greedy
+        layers = spec.layers
         pairs = 2 * width  # drafts that are nodes already come in addition
-        if isinstance(spec, SearchedLayers):
-            ends = len(spec.eos)
-            return listing_for(spec.truncation, noisy, max(candidate_count(self.beams, ends), (1 + ends) * pairs))
-        needs_laws = isinstance(spec, DrawnLayers) or spec.keeps_rows
+        if isinstance(layers, SearchedLayers):
+            ends = len(layers.eos)
+            pairs = max(candidate_count(self.beams, ends), (1 + ends) * pairs)
+            return listing_for(spec.truncation, spec.noisy, pairs)
+        needs_laws = isinstance(layers, DrawnLayers) or spec.keeps_rows
         if needs_laws and not spec.truncation.cuts:
             return WHOLE
-        return listing_for(spec.truncation, noisy, pairs + self.beams)
+        return listing_for(spec.truncation, spec.noisy, pairs + self.beams)
 
     def _start(self, session: Session, shape: Shape) -> GrowingBeams:
         """Return a draft without layers."""

@@ -47,67 +47,39 @@ class ClimbSpec(NamedTuple):
     stop: Stop
 
 
-class Path(NamedTuple):
-    """The path from the root to the newest node on trial, as lists with an entry per node.
+class PathNode(NamedTuple):
+    """A node of the path from the root to the newest node on trial.
 
-    Only open steps change it, because lists do not pass between Python and compiled steps.
+    The path is a list of them, which only open steps change, because lists do not pass between Python and compiled steps.
     """
 
-    nodes: Any  # int: forest node; -1 for a draft that ends its text and has none
-    draws: Any  # int: index of the draw; -1 for the root
-    odds: Any  # float: of accepting the path up to it, given the drafts that have failed
-    groups: Any  # int: the group of drafts on trial under it; -1 if none is left
-    failed: Any  # int: number of draws of that group that have failed
-    owed: Any  # float64[n]: the law of the next token, given the drafts that have failed; empty until drafts are tried
-    tokens: Any  # int64[n]: the tokens of `owed`; empty: the whole vocabulary
-    own: Any  # float64[...]: the law of the group on trial, without its failed draws
-    on_wanted: Any  # float64[n]: the same on the tokens of `owed`
+    node: int  # forest node; -1 for a draft that ends its text and has none
+    draw: int  # index of the draw; -1 for the root
+    odds: float  # of accepting the path up to it, given the drafts that have failed
+    group: int  # the group of drafts on trial under it; -1 if none is left
+    failed: int  # number of draws of that group that have failed
+    owed: (
+        Array  # float64[n]: the law of the next token, given the drafts that have failed; empty until drafts are tried
+    )
+    tokens: Array  # int64[n]: the tokens of `owed`; empty: the whole vocabulary
+    own: Array  # float64[...]: the law of the group on trial, without its failed draws
+    on_wanted: Array  # float64[n]: the same on the tokens of `owed`
 
 
 @open_step
-def path_from(root: int, group: int) -> Path:
-    """Return the path that is the root alone, with a first group of drafts under it."""
+def new_node(node: int, draw: int, odds: float, group: int) -> PathNode:
+    """Return a node under which no draft has been tried."""
     no_odds = np.empty(0)
-    no_tokens = np.empty(0, dtype=np.int64)
-    return Path([root], [-1], [1.0], [group], [0], [no_odds], [no_tokens], [no_odds], [no_odds])
+    return PathNode(node, draw, odds, group, 0, no_odds, np.empty(0, dtype=np.int64), no_odds, no_odds)
 
 
 @open_step
-def push(path: Path, node: int, draw: int, odds: float, group: int) -> None:
-    """Go down to a draft."""
-    no_odds = np.empty(0)
-    path.nodes.append(node)
-    path.draws.append(draw)
-    path.odds.append(odds)
-    path.groups.append(group)
-    path.failed.append(0)
-    path.owed.append(no_odds)
-    path.tokens.append(np.empty(0, dtype=np.int64))
-    path.own.append(no_odds)
-    path.on_wanted.append(no_odds)
-
-
-@open_step
-def pop(path: Path) -> None:
-    """Go up to the parent."""
-    path.nodes.pop()
-    path.draws.pop()
-    path.odds.pop()
-    path.groups.pop()
-    path.failed.pop()
-    path.owed.pop()
-    path.tokens.pop()
-    path.own.pop()
-    path.on_wanted.pop()
-
-
-@open_step
-def owe(path: Path, rows: Any, spec: ClimbSpec) -> int:
+def owe(path: Any, rows: Any, spec: ClimbSpec) -> int:
     """Compute the law after the newest node, unless it is known. Returns SOUND, DEAD, BROKEN or UNDECIDED."""
-    top = len(path.nodes) - 1
-    if len(path.owed[top]) > 0:
+    top = path[-1]
+    if len(top.owed) > 0:
         return SOUND
-    row = row_at(rows, path.nodes[top])
+    row = row_at(rows, top.node)
     condition = condition_of_norm(norm_of(row))
     if condition == SOUND:
         if spec.greedy:
@@ -119,84 +91,86 @@ def owe(path: Path, rows: Any, spec: ClimbSpec) -> int:
             law = law_at_row(rows, row, spec.truncation)
         if not is_law_decided(law):
             return UNDECIDED
-        path.owed[top] = exponentials(law.logp)
-        path.tokens[top] = law.tokens
+        owed = exponentials(law.logp)
+        path[-1] = PathNode(
+            top.node, top.draw, top.odds, top.group, top.failed, owed, law.tokens, top.own, top.on_wanted
+        )
     return condition
 
 
 @open_step
-def drafts_at(path: Path, groups: Siblings) -> Drafts:
+def drafts_at(path: Any, groups: Siblings) -> Drafts:
     """Return the group on trial under the newest node, with its law without the failed draws."""
-    top = len(path.nodes) - 1
-    drafts = drafts_under(groups, path.groups[top], RowLaw(path.tokens[top], path.owed[top], 0))
-    if path.failed[top] == 0:
-        path.own[top] = drafts.own
-        path.on_wanted[top] = drafts.on_wanted
-    own = path.own[top]
-    return Drafts(drafts.places, drafts.own_places, own, path.on_wanted[top], drafts.distinct, drafts.chosen)
+    top = path[-1]
+    drafts = drafts_under(groups, top.group, RowLaw(top.tokens, top.owed, 0))
+    own = top.own
+    on_wanted = top.on_wanted
+    if top.failed == 0:
+        own = drafts.own
+        on_wanted = drafts.on_wanted
+        path[-1] = PathNode(top.node, top.draw, top.odds, top.group, 0, top.owed, top.tokens, own, on_wanted)
+    return Drafts(drafts.places, drafts.own_places, own, on_wanted, drafts.distinct, drafts.chosen)
 
 
 @open_step
-def candidate_of(path: Path, drafts: Drafts) -> Array:
-    """Return the law of the draw on trial under the newest node, on the tokens that are owed."""
-    top = len(path.nodes) - 1
+def candidate_of(top: PathNode, drafts: Drafts) -> Array:
+    """Return the law of the draw on trial under a node, on the tokens that are owed."""
     mass = drafts.own.sum() if drafts.distinct and not drafts.chosen else 1.0
-    return law_on_trial(drafts, drafts.places[path.failed[top]], mass, len(path.owed[top]))
+    return law_on_trial(drafts, drafts.places[top.failed], mass, len(top.owed))
 
 
 @open_step
-def share_of(path: Path, drafts: Drafts, candidate: Array) -> float:
+def share_of(top: PathNode, drafts: Drafts, candidate: Array) -> float:
     """Return the odds of accepting the path to the draw on trial, given the odds and the owed law of its parent."""
-    top = len(path.nodes) - 1
-    place = drafts.places[path.failed[top]]
+    place = drafts.places[top.failed]
     if place < 0:  # the target's law lacks the token
         return 0.0
-    wanted = path.odds[top] * path.owed[top][place]
+    wanted = top.odds * top.owed[place]
     return 1.0 if wanted >= candidate[place] else wanted / candidate[place]
 
 
 @open_step
-def drop(path: Path, groups: Siblings, under: GroupsUnder) -> None:
+def drop(path: Any, groups: Siblings, under: GroupsUnder) -> None:
     """Subtract the law of the draw on trial, which has failed, from the law that the newest node owes."""
-    top = len(path.nodes) - 1
     drafts = drafts_at(path, groups)
-    missing = np.maximum(path.odds[top] * path.owed[top] - candidate_of(path, drafts), 0.0)
+    top = path[-1]
+    missing = np.maximum(top.odds * top.owed - candidate_of(top, drafts), 0.0)
     total = missing.sum()
+    owed = top.owed
+    odds = 1.0 if len(path) == 1 else 0.0
     if total > NOTHING:
-        path.owed[top] = missing / total
-        path.odds[top] = total / (total + 1.0 - path.odds[top])
-    else:
-        path.odds[top] = 1.0 if top == 0 else 0.0
-    number = path.failed[top]
+        owed = missing / total
+        odds = total / (total + 1.0 - top.odds)
     if drafts.distinct:
-        drafts.own[drafts.own_places[number]] = 0.0
-        if drafts.places[number] >= 0:
-            drafts.on_wanted[drafts.places[number]] = 0.0
-    path.failed[top] = number + 1
-    if number + 1 == len(drafts.places):
-        path.failed[top] = 0
-        path.groups[top] = under.after[path.groups[top]]
+        drafts.own[drafts.own_places[top.failed]] = 0.0
+        if drafts.places[top.failed] >= 0:
+            drafts.on_wanted[drafts.places[top.failed]] = 0.0
+    group = top.group
+    failed = top.failed + 1
+    if failed == len(drafts.places):
+        group = under.after[group]
+        failed = 0
+    path[-1] = PathNode(top.node, top.draw, odds, group, failed, owed, top.tokens, top.own, top.on_wanted)
 
 
 @open_step
 def descend(
-    path: Path, rows: Any, groups: Siblings, under: GroupsUnder, spec: ClimbSpec, evidence: Evidence, is_audited: bool
+    path: Any, rows: Any, groups: Siblings, under: GroupsUnder, spec: ClimbSpec, evidence: Evidence, is_audited: bool
 ) -> int:
     """Follow the first drafts that have not failed to a leaf. Returns SOUND, or the condition of a node without a law."""
-    top = len(path.nodes) - 1
-    while path.nodes[top] >= 0 and path.groups[top] >= 0:
+    while path[-1].node >= 0 and path[-1].group >= 0:
         condition = owe(path, rows, spec)
         if condition != SOUND:
             return condition
         drafts = drafts_at(path, groups)
-        candidate = candidate_of(path, drafts)
-        share = share_of(path, drafts, candidate)
+        top = path[-1]
+        candidate = candidate_of(top, drafts)
+        share = share_of(top, drafts, candidate)
         if is_audited and gathers(evidence):
-            note_acceptance(evidence, path.odds[top] * path.owed[top], candidate, share)
-        draw = start_of(groups.draw_ends, path.groups[top]) + path.failed[top]
+            note_acceptance(evidence, top.odds * top.owed, candidate, share)
+        draw = start_of(groups.draw_ends, top.group) + top.failed
         child = groups.nodes[draw]
-        push(path, child, draw, share, under.first[child] if child >= 0 else -1)
-        top += 1
+        path.append(new_node(child, draw, share, under.first[child] if child >= 0 else -1))
     return SOUND
 
 
@@ -211,7 +185,7 @@ def climb(spec: ClimbSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, obse
     rows = turn.rows
     groups = turn.forest.siblings
     under = groups_by_node(groups, len(turn.forest.tokens))
-    path = path_from(0, under.first[0])
+    path = [new_node(0, -1, 1.0, under.first[0])]
     # Only the trials of the first path can be audited. If the shape of a tree depends on its draws, the nodes under one
     # draft are evidence of the other drafts: after a leaf was seen, the next candidate has its law on average over trees,
     # not given this tree.
@@ -220,28 +194,29 @@ def climb(spec: ClimbSpec, turn: ScoredTurn, dice: Any, evidence: Evidence, obse
         condition = descend(path, rows, groups, under, spec, evidence, is_audited)
         if condition != SOUND:
             return emitted_layers(start_walk(1)), condition
-        count = len(path.nodes) - 1
-        if count == 0 or flip(dice, path.odds[count]):
+        count = len(path) - 1
+        if count == 0 or flip(dice, path[-1].odds):
             break
         is_audited = False
-        pop(path)
+        path.pop()
         drop(path, groups, under)
     walk = start_walk(count + 2)
     tokens = np.empty(count, dtype=np.int64)
     found = np.empty(count, dtype=np.int64)
     for place in range(count):
-        tokens[place] = groups.tokens[path.draws[place + 1]]
-        found[place] = path.nodes[place + 1]
+        tokens[place] = groups.tokens[path[place + 1].draw]
+        found[place] = path[place + 1].node
     accepted = TokenPath(tokens, found, np.ones(count, dtype=np.bool_))
     going = emit_path(walk, rows, turn.live, spec, turn.length, accepted, evidence, observer)
-    last = path.nodes[count]
+    last = path[-1].node
     if not going or last < 0:
         return emitted_layers(walk), SOUND
     condition = owe(path, rows, spec)
     if condition != SOUND:
         return emitted_layers(walk), condition
-    place = pick(dice, path.owed[count])
-    token = path.tokens[count][place] if len(path.tokens[count]) > 0 else place
+    top = path[-1]
+    place = pick(dice, top.owed)
+    token = top.tokens[place] if len(top.tokens) > 0 else place
     ends = (spec.stop.eos == token).any() and is_drafted(groups, under, last, token)
     drawn = TokenPath(np.full(1, token), np.full(1, -1), np.full(1, ends))
     emit_path(walk, rows, turn.live, spec, turn.length, drawn, evidence, observer)
