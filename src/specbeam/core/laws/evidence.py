@@ -5,13 +5,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specbeam.core.compiling.compiler import compiled_loosely
+from specbeam.core.laws.reduce import exponentials
 from specbeam.core.steps import Array, step
 
 TILTS = (1.0, -1.0, 1 / 4, -1 / 4, 1 / 16, -1 / 16, 1 / 64, -1 / 64)  # size and side of each bet
 BETS = len(TILTS)
 ACCEPT_SURPRISE, ACCEPT_VARIANCE, LOGP_SURPRISE, LOGP_VARIANCE, TRIALS, DRAWS, IMPOSSIBLE, FIRST_BET = range(8)
-UNLIKELY = -16.0  # draws of lower log-odds count as a single outcome, so that the long tail of a law costs little
-SMALLEST = 1e-300  # smaller odds are left out of a mean, because exp(-log(odds)) would overflow
+UNLIKELY = -16.0  # bets take lower log-odds for this number, so that exponentials of tilted outcomes stay finite
+_NEVER = -1e3  # in place of the log of odds of 0
 _TILTS = np.array(TILTS)
 _LARGEST_TILT_RATIO = 64.0  # the largest tilt over the smallest one
 
@@ -35,34 +37,58 @@ def gathers(evidence: Evidence) -> bool:
     return len(evidence.numbers) > 0
 
 
+@compiled_loosely
+def _tilted_sums(odds: Array, powers: Array) -> tuple[float, ...]:
+    """Return the sums of odds times exp(tilt * outcome), in the order of `TILTS`.
+
+    Args:
+        powers: float64[n]: exp(outcome / 64).
+    """
+    up_1 = up_4 = up_16 = up_64 = down_1 = down_4 = down_16 = down_64 = 0.0
+    for place in range(len(odds)):
+        share = odds[place]
+        up = powers[place]
+        down = 1.0 / up
+        up_64 += share * up
+        down_64 += share * down
+        up = (up * up) * (up * up)
+        down = (down * down) * (down * down)
+        up_16 += share * up
+        down_16 += share * down
+        up = (up * up) * (up * up)
+        down = (down * down) * (down * down)
+        up_4 += share * up
+        down_4 += share * down
+        up_1 += share * (up * up) * (up * up)
+        down_1 += share * (down * down) * (down * down)
+    return up_1, down_1, up_4, down_4, up_16, down_16, up_64, down_64
+
+
 @step
 def add_gains(evidence: Evidence, first: int, outcome: float, outcomes: Array, odds: Array) -> None:
     """Add the log-gain of each bet on `outcome`: log(exp(tilt * outcome) / mean of exp(tilt * outcome)).
 
     Args:
         first: index of the first bet in the evidence.
-        outcomes, odds: float64[n]: the possible outcomes and their odds, which sum to 1 up to rounding.
+        outcomes, odds: float64[n]: the possible outcomes, at most 16 apart, and their odds, which sum to 1 up to rounding.
     """
-    total = 0.0
-    largest = -np.inf
-    for place in range(len(outcomes)):
-        if odds[place] >= SMALLEST:
-            total += odds[place]
-            largest = max(largest, outcomes[place])
-    sums = np.zeros(BETS)
-    for place in range(len(outcomes)):
-        share = odds[place]
-        if share < SMALLEST:
-            continue
-        power = math.exp((outcomes[place] - largest) / _LARGEST_TILT_RATIO)
-        for pair in range(BETS - 2, -1, -2):  # from 1/64 to 1: each tilt is four times the previous one
-            sums[pair] += share * power
-            sums[pair + 1] += share / power
-            power = power * power
-            power = power * power
+    largest = outcomes.max()
+    total = odds.sum()
+    sums = _tilted_sums(odds, exponentials((outcomes - largest) / _LARGEST_TILT_RATIO))
     for bet in range(BETS):
-        tilt = _TILTS[bet]
-        evidence.numbers[first + bet] += tilt * (outcome - largest) - math.log(sums[bet] / total)
+        evidence.numbers[first + bet] += _TILTS[bet] * (outcome - largest) - math.log(sums[bet] / total)
+
+
+@compiled_loosely
+def _moments(odds: Array, values: Array) -> tuple[float, float]:
+    """Return the means of values and of their squares. Values may be -inf where odds are 0."""
+    mean = 0.0
+    square = 0.0
+    for place in range(len(odds)):
+        value = max(values[place], _NEVER)
+        mean += odds[place] * value
+        square += odds[place] * value * value
+    return mean, square
 
 
 @step
@@ -79,27 +105,10 @@ def note_draw(evidence: Evidence, logp: Array, odds: Array, place: int) -> None:
     if place < 0 or logp[place] == -np.inf:
         numbers[IMPOSSIBLE] += 1
         return
-    mean = 0.0
-    square = 0.0
-    likely = 0
-    for one in range(len(odds)):
-        if odds[one] > 0:
-            mean += odds[one] * logp[one]
-            square += odds[one] * logp[one] * logp[one]
-            likely += logp[one] >= UNLIKELY
+    mean, square = _moments(odds, logp)
     numbers[LOGP_SURPRISE] += logp[place] - mean
     numbers[LOGP_VARIANCE] += max(square - mean * mean, 0.0)
-    outcomes = np.full(likely + 1, UNLIKELY)
-    shares = np.zeros(likely + 1)
-    held = 0
-    for one in range(len(odds)):
-        if odds[one] > 0 and logp[one] >= UNLIKELY:
-            outcomes[held] = logp[one]
-            shares[held] = odds[one]
-            held += 1
-        else:
-            shares[likely] += odds[one]
-    add_gains(evidence, FIRST_BET + BETS, max(logp[place], UNLIKELY), outcomes, shares)
+    add_gains(evidence, FIRST_BET + BETS, max(logp[place], UNLIKELY), np.maximum(logp, UNLIKELY), odds)
 
 
 @step

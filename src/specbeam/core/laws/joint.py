@@ -171,6 +171,18 @@ def named_pairs(law: JointLaw, pairs: Array) -> Array:
 
 
 @step
+def place_of_pair(law: JointLaw, pairs: Array, beam: int, token: int) -> int:
+    """Return the index of a pair among ascending pairs; -1 if they lack it."""
+    columns = law.rows.logits.shape[1]
+    first = np.searchsorted(pairs, beam * columns)
+    stop = np.searchsorted(pairs, (beam + 1) * columns)
+    for place in range(first, stop):
+        if token_in(law.rows.tokens, beam, pairs[place] - beam * columns) == token:
+            return place
+    return -1
+
+
+@step
 def condition_of(law: JointLaw) -> int:
     """Return the condition of a law: SOUND, DEAD (every token is banned) or BROKEN (some logits are NaN or +inf)."""
     condition = DEAD

@@ -71,6 +71,7 @@ from specbeam.core.laws.joint import (
     log_odds_among,
     named_pairs,
     odds_among,
+    place_of_pair,
 )
 from specbeam.core.laws.listing import listing_for
 from specbeam.core.laws.ranking import Truncation
@@ -462,13 +463,8 @@ def are_drafts(layer: Layers) -> bool:
 def note_first_draw(evidence: Evidence, law: JointLaw, choice: Choice) -> None:
     """Note the first pair of a layer for an audit: it has the joint law in both couplings."""
     pairs = all_pairs(law)
-    named = named_pairs(law, pairs)
-    first = choice.parents[0] * law.rows.vocab + choice.tokens[0]
-    place = np.searchsorted(named, first)
-    if place == len(named) or named[place] != first:
-        place = -1
     logp, odds = log_odds_among(law, pairs)
-    note_draw(evidence, logp, odds, place)
+    note_draw(evidence, logp, odds, place_of_pair(law, pairs, choice.parents[0], choice.tokens[0]))
 
 
 @step
