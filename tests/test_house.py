@@ -179,8 +179,8 @@ def figures():
     ("figure", "most"),
     [
         ("entries at the top", 12),
-        ("closure of decode.py, lines", 14_140),  # what the loop needs; at most 18,000
-        ("lines", 105_550),
+        ("closure of decode.py, lines", 14_150),  # what the loop needs; at most 18,000
+        ("lines", 105_560),
         ("syntax nodes", 743_800),
         ("syntax nodes per line of code", 10.5),
         ("functions with more than 8 parameters", 30),

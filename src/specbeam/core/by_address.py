@@ -188,7 +188,8 @@ def _draft_verbs() -> dict[Verb[..., Any], Called]:
 
 
 def _layer_verbs() -> dict[Verb[..., Any], Called]:
-    return {choose_layer: Called(1, (_DRAFTED, _LAW, 0, _DICE), _LAYER)}
+    """Return the verbs of kinds of layers; see `_draft_verbs`."""
+    return {choose_layer: Called(1, (_DRAFTED, _LAW, 0, False, _DICE), _LAYER)}
 
 
 DRAFT_VERBS = _draft_verbs()

@@ -285,11 +285,11 @@ def draft_specs(truncation):
     by_row = truncation._replace(by_row=True, least=max(2, 1 + len(ENDS)))
     return {
         "shared noise": (
-            LayersSpec(True, truncation, NO_BUDGET, True, SharedLayers(True, FixedWidths(CORE), ENDS, False)),
+            LayersSpec(True, truncation, NO_BUDGET, True, SharedLayers(FixedWidths(CORE), ENDS, False)),
             SharedSpec(True, CORE, truncation, stop, not truncation.cuts),
         ),
         "the best": (
-            LayersSpec(False, NO_TRUNCATION, NO_BUDGET, False, SharedLayers(False, FixedWidths(CORE), ENDS, True)),
+            LayersSpec(False, NO_TRUNCATION, NO_BUDGET, False, SharedLayers(FixedWidths(CORE), ENDS, True)),
             SharedSpec(False, CORE, NO_TRUNCATION, stop, True),
         ),
         "distinct draws": (
@@ -301,15 +301,15 @@ def draft_specs(truncation):
             TriedSpec(True, CORE, truncation, stop),
         ),
         "search": (
-            LayersSpec(True, by_row, NO_BUDGET, False, SearchedLayers(True, CORE, ENDS)),
+            LayersSpec(True, by_row, NO_BUDGET, False, SearchedLayers(CORE, ENDS)),
             SearchSpec(True, False, CORE, by_row, stop, True),
         ),
         "search by dice": (
-            LayersSpec(True, by_row, NO_BUDGET, False, SearchedLayers(True, CORE, ENDS)),
+            LayersSpec(True, by_row, NO_BUDGET, False, SearchedLayers(CORE, ENDS)),
             SearchSpec(True, True, CORE, by_row, stop, False),
         ),
         "search for the best": (
-            LayersSpec(False, by_row, NO_BUDGET, False, SearchedLayers(False, CORE, ENDS)),
+            LayersSpec(False, by_row, NO_BUDGET, False, SearchedLayers(CORE, ENDS)),
             SearchSpec(False, False, CORE, by_row, stop, True),
         ),
     }

@@ -93,7 +93,6 @@ class LayersSpec(NamedTuple):
 class SharedLayers(NamedTuple):
     """How layers are drafted for shared noise: the best pairs of the draft law under the noise of the target."""
 
-    noisy: bool  # False: temperature 0, where there is no noise
     widths: Any  # the target's numbers for widths, by which the draft model would keep core pairs
     eos: Array  # int64[ends]
     # Whether pairs that the target has already scored come in addition to the width. Only if widths are independent of
@@ -106,7 +105,6 @@ class SharedLayers(NamedTuple):
 class SearchedLayers(NamedTuple):
     """How layers are drafted for transformers' beam modes: core pairs would stay live; end tokens are not drafted."""
 
-    noisy: bool  # False: temperature 0, where there is no noise
     core: int  # number of pairs that the draft model by itself would keep
     eos: Array
 
@@ -157,9 +155,11 @@ def going_on(scores: Array, ends: Array, beams: int) -> Array:
 
 
 @step
-def _chosen_as_search_does(law: JointLaw, frontier: Beams, core: Array, width: int, spec: SearchedLayers) -> Choice:
+def _chosen_as_search_does(
+    law: JointLaw, frontier: Beams, core: Array, width: int, spec: SearchedLayers, noisy: bool
+) -> Choice:
     """Return up to `width` pairs without ends for transformers' beam modes; the core are the pairs that would stay live."""
-    keys = frontier.keys if spec.noisy else frontier.keys[:0]
+    keys = frontier.keys if noisy else frontier.keys[:0]
     every = np.ones(len(core), dtype=np.bool_)
     candidate_pairs, own, _ = core_and_extra(law, keys, core, candidate_count(spec.core, len(spec.eos)), 0)
     candidates = choice_of(law, frontier.keys, candidate_pairs, own, 0, spec.eos)
@@ -173,7 +173,7 @@ def _chosen_as_search_does(law: JointLaw, frontier: Beams, core: Array, width: i
             pairs[held] = pair
             held += 1
     values = likelihoods_at(law, pairs[:held])
-    if spec.noisy:  # pairs beyond the candidates, which the noise has chosen, have no value
+    if noisy:  # pairs beyond the candidates, which the noise has chosen, have no value
         for place in range(held):
             if not (candidate_pairs == pairs[place]).any():
                 values[place] = -np.inf
@@ -266,13 +266,14 @@ def add_drafted_layer(drafted: Drafted, layer: ChosenLayer, vocab: int) -> Draft
 
 @verb(0, has_body=False, by_address=True)
 def choose_layer(  # type: ignore[empty-body]
-    layers: Any, drafted: Drafted, law: JointLaw, width: int, dice: Any
+    layers: Any, drafted: Drafted, law: JointLaw, width: int, noisy: bool, dice: Any
 ) -> ChosenLayer:
     """Return the drafts of one more layer, chosen or drawn from the law of the frontier, which must be SOUND.
 
     Args:
         layers: a SharedLayers, SearchedLayers or DrawnLayers.
         width: number of draft beams in the layer.
+        noisy: False at temperature 0, where there is no noise.
     """
 
 
@@ -283,7 +284,7 @@ def draft_layer(spec: LayersSpec, drafted: Drafted, law: JointLaw, width: int, d
     Args:
         width: number of draft beams in the layer.
     """
-    layer = choose_layer(spec.layers, drafted, law, width, dice)
+    layer = choose_layer(spec.layers, drafted, law, width, spec.noisy, dice)
     forest = drafted.forest
     frontier = drafted.frontier
     if spec.keeps_rows:
@@ -352,14 +353,16 @@ def with_fresh(choice: Choice, drafted: Drafted, fresh: int) -> Choice:
 
 @choose_layer.of(SharedLayers)
 @step
-def choose_shared(layers: SharedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> ChosenLayer:
+def choose_shared(
+    layers: SharedLayers, drafted: Drafted, law: JointLaw, width: int, noisy: bool, dice: Any
+) -> ChosenLayer:
     """Return a layer of best pairs, under shared noise if there is any; see `choose_layer`."""
     frontier = drafted.frontier
     core = min(width_by_draft(layers.widths, law), width)
     more = 0
     if layers.more_if_known:
         more = count_children(drafted.forest, frontier.nodes)
-    choice = choose(law, frontier.keys, layers.noisy, drafted.core, core, width + more, layers.eos)
+    choice = choose(law, frontier.keys, noisy, drafted.core, core, width + more, layers.eos)
     if more > 0:
         choice = with_fresh(choice, drafted, width)
     return _matched(choice, core)
@@ -367,10 +370,12 @@ def choose_shared(layers: SharedLayers, drafted: Drafted, law: JointLaw, width: 
 
 @choose_layer.of(SearchedLayers)
 @step
-def choose_searched(layers: SearchedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> ChosenLayer:
+def choose_searched(
+    layers: SearchedLayers, drafted: Drafted, law: JointLaw, width: int, noisy: bool, dice: Any
+) -> ChosenLayer:
     """Return a layer for transformers' beam modes; see `choose_layer`."""
     more = count_children(drafted.forest, drafted.frontier.nodes)
-    choice = _chosen_as_search_does(law, drafted.frontier, drafted.core, width + more, layers)
+    choice = _chosen_as_search_does(law, drafted.frontier, drafted.core, width + more, layers, noisy)
     if more > 0:
         choice = with_fresh(choice, drafted, width)
     return _matched(choice, layers.core)
@@ -378,7 +383,9 @@ def choose_searched(layers: SearchedLayers, drafted: Drafted, law: JointLaw, wid
 
 @choose_layer.of(DrawnLayers)
 @step
-def choose_drawn(layers: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> ChosenLayer:
+def choose_drawn(
+    layers: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, noisy: bool, dice: Any
+) -> ChosenLayer:
     """Return a layer that is drawn by dice, with its law; see `choose_layer`."""
     pairs = all_pairs(law)
     odds = odds_among(law, pairs)
@@ -787,7 +794,7 @@ class BeamDrafter:
         ends = session.limits.ending
         budget = budget_of(session)
         if self.search:
-            searched = SearchedLayers(noisy, self.beams, ends)
+            searched = SearchedLayers(self.beams, ends)
             return LayersSpec(noisy, warp.cut, budget, False, searched)
         if self.coupling == "rejection" and noisy:
             return LayersSpec(noisy, warp.cut, NO_BUDGET, False, DrawnLayers(self.replacement, ends))
@@ -796,7 +803,7 @@ class BeamDrafter:
         widths = fixed if self.width is None or warp.greedy else width_spec(self.width, by_noise=True)
         if not is_for_steps(widths):
             widths = fixed
-        shared = SharedLayers(noisy, widths, ends, not keeps_rows)
+        shared = SharedLayers(widths, ends, not keeps_rows)
         return LayersSpec(noisy, warp.cut, budget, keeps_rows, shared)
 
     def listing(self, session: Session, width: int) -> Listing:
